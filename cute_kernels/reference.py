@@ -1,0 +1,326 @@
+"""What every kernel computes, in plain PyTorch: the unfused path, and the oracle the kernels are tested against.
+
+Shapes: `x [T, K]`, `dy [T, N]`, `offsets` int32 `[G+1]` with a leading zero; `weights` is a list, either one stacked
+`[G, N, K]` tensor or `G` tensors `[N, K]`. Rows from `offsets[G]` to `T` (the tail) may hold anything and never
+influence a result; in row-shaped results they are zero. Empty groups give zero weight gradients.
+
+Numerics: products, bias and activations are formed in FP32 (FP64 for FP64 inputs) and rounded once to the input dtype.
+With `glu_interleave = g > 0` the rows of a weight or bias lie as blocks of g gate rows, then g linear rows; the
+pre-activation and its gradient always lie as `[gate | linear]`.
+
+Host sync: on CUDA, BF16 products go through `torch.nn.functional.grouped_mm`, which reads the offsets on the device; other
+dtypes loop over groups and read the offsets on the host (one sync).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cute_kernels.activation import Activation
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Layout
+
+
+def deinterleave(t: Tensor, block: int, dim: int) -> Tensor:
+    """Blocks of `block` gate entries and `block` linear entries along `dim` -> `[gate | linear]`. 0 returns `t` itself."""
+    if not block:
+        return t
+    return t.unflatten(dim, (-1, 2, block)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+def interleave(t: Tensor, block: int, dim: int) -> Tensor:
+    """The inverse of `deinterleave`. 0 returns `t` itself."""
+    if not block:
+        return t
+    return t.unflatten(dim, (2, -1, block)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+def _groups(weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """One [N, K] tensor for each group."""
+    return weights[0].unbind(0) if len(weights) == 1 and weights[0].dim() == 3 else weights
+
+
+def _stacked(weights: Sequence[Tensor]) -> Tensor:
+    """One [G, N, K] tensor; copies only if the groups are separate tensors."""
+    return weights[0] if len(weights) == 1 and weights[0].dim() == 3 else torch.stack(list(weights))
+
+
+def _wide(t: Tensor) -> Tensor:
+    """FP32, or FP64 for FP64."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def group_offsets(split_sizes: Tensor, rows: int) -> Tensor:
+    """offsets[g] = min(Σ_{j<g} max(split_sizes[j], 0), rows), int32 [G+1]. No host sync.
+
+    split_sizes: int [G]. A negative size counts as zero and the sums are capped at `rows`, so whatever the
+    device holds, no offset points outside the buffer.
+    """
+    ends = split_sizes.to(torch.int64).clamp(min=0).cumsum(0).clamp(max=rows)
+    return F.pad(ends, (1, 0)).to(torch.int32)
+
+
+def _valid_rows(rows: int, offsets: Tensor) -> Tensor:
+    """bool [rows, 1]: whether a row belongs to a group."""
+    return torch.arange(rows, device=offsets.device).unsqueeze(1) < offsets[-1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Products
+
+
+def uses_device_offsets(x: Tensor) -> bool:
+    """Whether products of `x` read the offsets on the device (no host sync)."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def _loop_product(x: Tensor, matrices: Sequence[Tensor], offsets: Tensor) -> Tensor:
+    """FP32 [T, N]: x_g @ matrices[g] for the rows of each group, zero in the tail. Reads the offsets on the host."""
+    y = _wide(x.new_empty(0)).new_zeros(x.shape[0], matrices[0].shape[1])
+    bounds = offsets.tolist()
+    for g, matrix in enumerate(matrices):
+        rows = slice(bounds[g], bounds[g + 1])
+        y[rows] = _wide(x[rows]) @ _wide(matrix)
+    return y
+
+
+def _bias_columns(bias: Tensor, scale: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
+    """(s [T, 8], b [G, N, 8]) in BF16 with s @ b_gᵀ = scale · bias_g exactly, to append to the K dimension.
+
+    An FP32 scale is split into three BF16 parts; the remaining columns are zero (eight keep 16-byte rows).
+    """
+    left = bias.new_zeros(rows, 8)
+    right = bias.new_zeros(*bias.shape, 8)
+    if scale is None:
+        left[:, 0] = 1
+    else:
+        rest = scale.float()
+        for part in range(3):
+            left[:, part] = rest
+            rest = rest - left[:, part].float()
+    right[..., :3] = bias.unsqueeze(-1)
+    return left, right
+
+
+def grouped_gemm(
+    x: Tensor, weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None
+) -> Tensor:
+    """y = x W_gᵀ (+ s·b_g) for the rows of group g; [T, N] in x's dtype, zero in the tail.
+
+    bias: [G, N] in x's dtype. bias_scale: float [T], multiplies the bias only (`1` if absent).
+    The sum is rounded once, after the bias.
+    """
+    rows = x.shape[0]
+    if uses_device_offsets(x) and rows:
+        stacked = _stacked(weights)
+        if bias is not None:
+            left, right = _bias_columns(bias, bias_scale, rows)
+            x, stacked = torch.cat([x, left], 1), torch.cat([stacked, right], 2)
+        y = F.grouped_mm(x, stacked.transpose(1, 2), offs=offsets[1:])
+        return torch.where(_valid_rows(rows, offsets), y, 0)
+    y = _loop_product(x, [w.t() for w in _groups(weights)], offsets)
+    if bias is not None:
+        bounds = offsets.tolist()
+        for g in range(len(bounds) - 1):
+            part = slice(bounds[g], bounds[g + 1])
+            y[part] += _wide(bias[g]) if bias_scale is None else _wide(bias_scale[part, None]) * _wide(bias[g])
+    return y.to(x.dtype)
+
+
+def grouped_gemm_dgrad(dy: Tensor, weights: Sequence[Tensor], offsets: Tensor, glu_interleave: int = 0) -> Tensor:
+    """dx = dy W_g; [T, K] in dy's dtype, zero in the tail. dy's columns are `[gate | linear]`, W's rows interleaved."""
+    if uses_device_offsets(dy) and dy.shape[0]:
+        stacked = deinterleave(_stacked(weights), glu_interleave, 1)
+        dx = F.grouped_mm(dy, stacked, offs=offsets[1:])
+        return torch.where(_valid_rows(dy.shape[0], offsets), dx, 0)
+    matrices = [deinterleave(w, glu_interleave, 0) for w in _groups(weights)]
+    return _loop_product(dy, matrices, offsets).to(dy.dtype)
+
+
+def grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor, glu_interleave: int = 0) -> Tensor:
+    """dW_g = dy_gᵀ x_g; [G, N, K] in x's dtype, exactly zero for an empty group. Rows come out interleaved as W's."""
+    if uses_device_offsets(x) and x.shape[0]:
+        dw = F.grouped_mm(dy.t(), x, offs=offsets[1:])
+        dw = torch.where((offsets.diff() > 0)[:, None, None], dw, 0)
+    else:
+        bounds = offsets.tolist()
+        dw = x.new_empty(len(bounds) - 1, dy.shape[1], x.shape[1])
+        for g in range(len(bounds) - 1):
+            part = slice(bounds[g], bounds[g + 1])
+            dw[g] = _wide(dy[part]).t() @ _wide(x[part])
+    return interleave(dw, glu_interleave, 1)
+
+
+def grouped_wgrad_(
+    out: Sequence[Tensor], dy: Tensor, x: Tensor, offsets: Tensor, glu_interleave: int = 0, accumulate: bool = False
+) -> None:
+    """Write `grouped_wgrad` into `out` (one [G, N, K] or G [N, K] tensors of any float dtype), or add to it."""
+    wide = out[0].dtype == torch.float32 and not uses_device_offsets(x)
+    dw = grouped_wgrad(_wide(dy) if wide else dy, _wide(x) if wide else x, offsets, glu_interleave)
+    for target, grad in zip(_groups(out), dw.unbind(0), strict=True):
+        if accumulate:
+            target.add_(grad.to(target.dtype))
+        else:
+            target.copy_(grad)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bias gradients
+
+
+def _row_groups(rows: int, offsets: Tensor) -> Tensor:
+    """int64 [rows]: the group of each row, G for the tail."""
+    index = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets[1:].contiguous(), index, right=True)
+
+
+def grouped_dbias(dy: Tensor, offsets: Tensor, scale: Tensor | None = None, glu_interleave: int = 0) -> Tensor:
+    """db_g = Σ_rows s·dy; [G, N] FP32 (FP64 for FP64), zero for an empty group. No host sync, deterministic.
+
+    A one-hot product: the matrix [G, T] of row membership (times s) against dy, tail rows masked out of both.
+    """
+    rows = dy.shape[0]
+    member = _row_groups(rows, offsets)[None, :] == torch.arange(offsets.shape[0] - 1, device=dy.device)[:, None]
+    valid = _valid_rows(rows, offsets)
+    values = torch.where(valid, _wide(dy), 0)
+    if scale is not None:
+        values = values * torch.where(valid, _wide(scale)[:, None], 0)
+    return interleave(member.to(values.dtype) @ values, glu_interleave, 1)
+
+
+def grouped_dscale(dy: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    """ds_row = Σ_n dy[row, n]·b_g[n]; [T] FP32 (FP64 for FP64), zero in the tail. No host sync."""
+    rows = dy.shape[0]
+    groups = _row_groups(rows, offsets).clamp(max=bias.shape[0] - 1)
+    products = (_wide(dy) * _wide(bias)[groups]).sum(1, keepdim=True)
+    return torch.where(_valid_rows(rows, offsets), products, 0).squeeze(1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Activations
+
+_GELU_C = 0.7978845608028654  # sqrt(2/pi)
+
+
+def _gelu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(gelu_tanh(x), its derivative)."""
+    t = torch.tanh(_GELU_C * x * (1 + 0.044715 * x * x))
+    derivative = 0.5 * x * (1 - t * t) * _GELU_C * (1 + 3 * 0.044715 * x * x) + 0.5 * (1 + t)
+    return F.gelu(x, approximate="tanh"), derivative
+
+
+def _silu(x: Tensor, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(x·σ(αx), its derivative)."""
+    s = torch.sigmoid(alpha * x)
+    return x * s, s + alpha * x * s * (1 - s)
+
+
+def _relu(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.relu(), (x > 0).to(x.dtype)
+
+
+def _srelu(x: Tensor) -> tuple[Tensor, Tensor]:
+    r = x.relu()
+    return r * r, 2 * r
+
+
+_CURVES = {"swiglu": _silu, "geglu": _gelu, "silu": _silu, "gelu": _gelu, "relu": _relu, "srelu": _srelu}
+
+
+def _activation(preact: Tensor, activation: Activation) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(f, ∂f/∂gate or ∂f/∂x, ∂f/∂linear or None), all FP32 [T, I]; preact is `[gate | linear]`."""
+    z = _wide(preact)
+    if not activation.is_glu:
+        value, slope = _CURVES[activation.kind](z)
+        return value, slope, None
+    gate, linear = z.chunk(2, -1)
+    if activation.kind != "clamped_swiglu":
+        value, slope = _CURVES[activation.kind](gate)
+        return value * linear, slope * linear, value
+    limit = float("inf") if activation.limit is None else activation.limit
+    value, slope = _silu(gate.clamp(max=limit), activation.alpha)
+    shifted = linear.clamp(-limit, limit) + activation.offset
+    inside = (linear >= -limit) & (linear <= limit)
+    return value * shifted, slope * shifted * (gate <= limit), value * inside
+
+
+def _row_factor(probs: Tensor | None, preact: Tensor) -> Tensor | float:
+    """probs as a FP32 column, rounded to the compute dtype first; 1 if absent."""
+    return 1.0 if probs is None else _wide(probs.to(preact.dtype)).unsqueeze(-1)
+
+
+def activation_forward(preact: Tensor, activation: Activation, probs: Tensor | None = None) -> Tensor:
+    """round(f(preact)·p); [..., I] in preact's dtype. preact: [..., 2I] as `[gate | linear]`, or [..., I]."""
+    return (_activation(preact, activation)[0] * _row_factor(probs, preact)).to(preact.dtype)
+
+
+def activation_backward(
+    dact: Tensor, preact: Tensor, activation: Activation, probs: Tensor | None = None, need_dprobs: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(dpreact in preact's dtype, dprobs FP32 or None): (dact·p)·∂f, and Σ_columns dact·f of the unscaled f."""
+    value, slope, linear_slope = _activation(preact, activation)
+    grad = _wide(dact)
+    scaled = grad * _row_factor(probs, preact)
+    parts = [scaled * slope] if linear_slope is None else [scaled * slope, scaled * linear_slope]
+    dprobs = (grad * value).sum(-1) if need_dprobs else None
+    return torch.cat(parts, -1).to(preact.dtype), dprobs
+
+
+def dact(
+    dact: Tensor,
+    preact: Tensor,
+    offsets: Tensor,
+    probs: Tensor | None,
+    activation: Activation,
+    need_dprobs: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`activation_backward` with tail rows exactly zero, whatever they held."""
+    dpreact, dprobs = activation_backward(dact, preact, activation, probs, need_dprobs)
+    valid = _valid_rows(preact.shape[0], offsets)
+    masked = None if dprobs is None else torch.where(valid[:, 0], dprobs, 0)
+    return torch.where(valid, dpreact, 0), masked
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Products with an activation
+
+
+def grouped_gemm_act(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    activation: Activation,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+    glu_interleave: int = 0,
+    save_preact: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """preact = round(x W_gᵀ + b_g), act = round(f(preact)·p); (act [T, I], preact [T, N] or None), zero in the tail."""
+    preact = deinterleave(grouped_gemm(x, weights, offsets, bias), glu_interleave, 1)
+    act = torch.where(_valid_rows(x.shape[0], offsets), activation_forward(preact, activation, probs), 0)
+    return act, preact if save_preact else None
+
+
+def grouped_gemm_dact(
+    dy: Tensor,
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    preact: Tensor,
+    activation: Activation,
+    probs: Tensor | None = None,
+    need_act: bool = True,
+    need_dprobs: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dA = dy W_g kept in FP32, then its activation's gradients against the saved pre-activation.
+
+    Returns (dpreact [T, N], recomputed act·p [T, I] or None, dprobs FP32 [T] or None), zero in the tail.
+    """
+    grad = _loop_product(dy, _groups(weights), offsets)
+    dpreact, dprobs = dact(grad, preact, offsets, probs, activation, need_dprobs)
+    act = torch.where(_valid_rows(dy.shape[0], offsets), activation_forward(preact, activation, probs), 0)
+    return dpreact, act if need_act else None, dprobs
