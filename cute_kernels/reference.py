@@ -74,9 +74,12 @@ def _valid_rows(rows: int, offsets: Tensor) -> Tensor:
 # Products
 
 
-def uses_device_offsets(x: Tensor) -> bool:
-    """Whether products of `x` read the offsets on the device (no host sync)."""
-    return x.is_cuda and x.dtype == torch.bfloat16
+def uses_device_offsets(x: Tensor, width: int) -> bool:
+    """Whether a product of `x` with `width` output columns reads the offsets on the device (no host sync).
+
+    It does for CUDA BF16 with both widths multiples of 8 (16-byte rows, which `grouped_mm` asks for).
+    """
+    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0 and x.shape[1] % 8 == 0 and width % 8 == 0
 
 
 def _loop_product(x: Tensor, matrices: Sequence[Tensor], offsets: Tensor) -> Tensor:
@@ -116,7 +119,7 @@ def grouped_gemm(
     The sum is rounded once, after the bias.
     """
     rows = x.shape[0]
-    if uses_device_offsets(x) and rows:
+    if uses_device_offsets(x, weights[0].shape[-2]):
         stacked = _stacked(weights)
         if bias is not None:
             left, right = _bias_columns(bias, bias_scale, rows)
@@ -134,7 +137,7 @@ def grouped_gemm(
 
 def grouped_gemm_dgrad(dy: Tensor, weights: Sequence[Tensor], offsets: Tensor, glu_interleave: int = 0) -> Tensor:
     """dx = dy W_g; [T, K] in dy's dtype, zero in the tail. dy's columns are `[gate | linear]`, W's rows interleaved."""
-    if uses_device_offsets(dy) and dy.shape[0]:
+    if uses_device_offsets(dy, weights[0].shape[-1]):
         stacked = deinterleave(_stacked(weights), glu_interleave, 1)
         dx = F.grouped_mm(dy, stacked, offs=offsets[1:])
         return torch.where(_valid_rows(dy.shape[0], offsets), dx, 0)
@@ -144,7 +147,7 @@ def grouped_gemm_dgrad(dy: Tensor, weights: Sequence[Tensor], offsets: Tensor, g
 
 def grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor, glu_interleave: int = 0) -> Tensor:
     """dW_g = dy_gᵀ x_g; [G, N, K] in x's dtype, exactly zero for an empty group. Rows come out interleaved as W's."""
-    if uses_device_offsets(x) and x.shape[0]:
+    if uses_device_offsets(x, dy.shape[1]):
         dw = F.grouped_mm(dy.t(), x, offs=offsets[1:])
         dw = torch.where((offsets.diff() > 0)[:, None, None], dw, 0)
     else:
@@ -160,7 +163,7 @@ def grouped_wgrad_(
     out: Sequence[Tensor], dy: Tensor, x: Tensor, offsets: Tensor, glu_interleave: int = 0, accumulate: bool = False
 ) -> None:
     """Write `grouped_wgrad` into `out` (one [G, N, K] or G [N, K] tensors of any float dtype), or add to it."""
-    wide = out[0].dtype == torch.float32 and not uses_device_offsets(x)
+    wide = out[0].dtype == torch.float32 and not uses_device_offsets(x, dy.shape[1])
     dw = grouped_wgrad(_wide(dy) if wide else dy, _wide(x) if wide else x, offsets, glu_interleave)
     for target, grad in zip(_groups(out), dw.unbind(0), strict=True):
         if accumulate:
@@ -299,8 +302,12 @@ def grouped_gemm_act(
     probs: Tensor | None = None,
     glu_interleave: int = 0,
     save_preact: bool = True,
+    zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """preact = round(x W_gᵀ + b_g), act = round(f(preact)·p); (act [T, I], preact [T, N] or None), zero in the tail."""
+    """preact = round(x W_gᵀ + b_g), act = round(f(preact)·p); (act [T, I], preact [T, N] or None), zero in the tail.
+
+    zero_tail: a kernel may leave the tail undefined where it is False; here it is zero either way.
+    """
     preact = deinterleave(grouped_gemm(x, weights, offsets, bias), glu_interleave, 1)
     act = torch.where(_valid_rows(x.shape[0], offsets), activation_forward(preact, activation, probs), 0)
     return act, preact if save_preact else None
@@ -315,10 +322,12 @@ def grouped_gemm_dact(
     probs: Tensor | None = None,
     need_act: bool = True,
     need_dprobs: bool = False,
+    zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dA = dy W_g kept in FP32, then its activation's gradients against the saved pre-activation.
 
     Returns (dpreact [T, N], recomputed act·p [T, I] or None, dprobs FP32 [T] or None), zero in the tail.
+    zero_tail: a kernel may leave the tail of dpreact and act undefined where it is False.
     """
     grad = _loop_product(dy, _groups(weights), offsets)
     dpreact, dprobs = dact(grad, preact, offsets, probs, activation, need_dprobs)

@@ -1,0 +1,264 @@
+"""The kernels' entry points, registered as `torch.ops.fusible_ops.*` with shape functions.
+
+On CPU tensors each runs `reference`; on CUDA the kernels of the device's architecture. The public functions below carry the
+signatures of `reference`; see there for formulas, shapes and numerics. A call that a kernel cannot take raises ValueError
+that names the limit, before anything is launched.
+
+Optional results (`preact`, `act`, `dprobs`) that were not asked for come back as None; inside the operators they
+are empty tensors, since operator schemas have no optional results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from cute_kernels import reference
+from cute_kernels.activation import Activation
+
+_LIBRARY = torch.library.Library("fusible_ops", "DEF")
+
+Kernels = Callable[..., object]
+
+
+def _hopper(name: str) -> Callable[..., object]:
+    """The Hopper host function called `name`; imported when first used."""
+    from cute_kernels import hopper
+
+    return hopper.function(name)
+
+
+def _none_as_empty(results: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(0) if t is None else t for t in results)
+
+
+def _empty_as_none(t: Tensor, wanted: bool) -> Tensor | None:
+    return t if wanted else None
+
+
+def _register(schema: str, cpu: Callable, cuda: Callable, fake: Callable) -> None:
+    """Define one operator with its CPU and CUDA kernels and its shape function."""
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, cpu, "CPU")
+    _LIBRARY.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"fusible_ops::{name}", fake, lib=_LIBRARY)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Implementations for a source of kernels: `pick(name)` gives the function called `name` of reference or of an architecture
+
+
+def _plain(name: str, pick: Callable[[str], Callable]) -> Callable:
+    """The operator that is exactly the function `name`."""
+
+    def run(*args):
+        return pick(name)(*args)
+
+    return run
+
+
+def _gemm_act(pick: Callable[[str], Callable]) -> Callable:
+    def run(x, weights, offsets, activation, bias, probs, glu_interleave, save_preact, zero_tail):
+        results = pick("grouped_gemm_act")(
+            x, weights, offsets, Activation.decode(activation), bias, probs, glu_interleave, save_preact, zero_tail
+        )
+        return _none_as_empty(results, x)
+
+    return run
+
+
+def _gemm_dact(pick: Callable[[str], Callable]) -> Callable:
+    def run(dy, weights, offsets, preact, activation, probs, need_act, need_dprobs, zero_tail):
+        results = pick("grouped_gemm_dact")(
+            dy, weights, offsets, preact, Activation.decode(activation), probs, need_act, need_dprobs, zero_tail
+        )
+        return _none_as_empty(results, dy)
+
+    return run
+
+
+def _dact(pick: Callable[[str], Callable]) -> Callable:
+    def run(dact, preact, offsets, probs, activation, need_dprobs):
+        return _none_as_empty(
+            pick("dact")(dact, preact, offsets, probs, Activation.decode(activation), need_dprobs), dact
+        )
+
+    return run
+
+
+def _reference(name: str) -> Callable:
+    return getattr(reference, name)
+
+
+def _weight_shape(weights: Sequence[Tensor]) -> tuple[int, int]:
+    """(N, K) of one group."""
+    return weights[0].shape[-2], weights[0].shape[-1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shape functions
+
+
+def _fake_group_offsets(split_sizes, rows):
+    return split_sizes.new_empty(split_sizes.shape[0] + 1, dtype=torch.int32)
+
+
+def _fake_gemm(x, weights, offsets, bias=None, bias_scale=None):
+    return x.new_empty(x.shape[0], _weight_shape(weights)[0])
+
+
+def _fake_dgrad(dy, weights, offsets, glu_interleave=0):
+    return dy.new_empty(dy.shape[0], _weight_shape(weights)[1])
+
+
+def _fake_gemm_act(x, weights, offsets, activation, bias, probs, glu_interleave, save_preact, zero_tail):
+    rows, columns = x.shape[0], _weight_shape(weights)[0]
+    act = x.new_empty(rows, columns // Activation.decode(activation).halves)
+    return act, x.new_empty(rows, columns) if save_preact else x.new_empty(0)
+
+
+def _fake_gemm_dact(dy, weights, offsets, preact, activation, probs, need_act, need_dprobs, zero_tail):
+    rows = dy.shape[0]
+    act = dy.new_empty(rows, _weight_shape(weights)[1]) if need_act else dy.new_empty(0)
+    dprobs = dy.new_empty(rows if need_dprobs else 0, dtype=torch.float32 if need_dprobs else dy.dtype)
+    return torch.empty_like(preact), act, dprobs
+
+
+def _fake_dact(dact, preact, offsets, probs, activation, need_dprobs):
+    dprobs = dact.new_empty(dact.shape[0] if need_dprobs else 0, dtype=torch.float32 if need_dprobs else dact.dtype)
+    return torch.empty_like(preact), dprobs
+
+
+def _fake_wgrad(dy, x, offsets, glu_interleave=0):
+    return x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
+
+
+def _fake_wgrad_(out, dy, x, offsets, glu_interleave=0, accumulate=False):
+    return None
+
+
+def _fake_dbias(dy, offsets, scale=None, glu_interleave=0):
+    return dy.new_empty(offsets.shape[0] - 1, dy.shape[1], dtype=torch.float32)
+
+
+def _fake_dscale(dy, bias, offsets):
+    return dy.new_empty(dy.shape[0], dtype=torch.float32)
+
+
+_OPERATORS = (
+    ("group_offsets(Tensor split_sizes, SymInt rows) -> Tensor", _plain, _fake_group_offsets),
+    (
+        "grouped_gemm(Tensor x, Tensor[] weights, Tensor offsets, Tensor? bias=None, Tensor? bias_scale=None) -> Tensor",
+        _plain,
+        _fake_gemm,
+    ),
+    (
+        "grouped_gemm_dgrad(Tensor dy, Tensor[] weights, Tensor offsets, int glu_interleave=0) -> Tensor",
+        _plain,
+        _fake_dgrad,
+    ),
+    (
+        "grouped_gemm_act(Tensor x, Tensor[] weights, Tensor offsets, str activation, Tensor? bias, Tensor? probs, "
+        "int glu_interleave, bool save_preact, bool zero_tail) -> (Tensor, Tensor)",
+        lambda name, pick: _gemm_act(pick),
+        _fake_gemm_act,
+    ),
+    (
+        "grouped_gemm_dact(Tensor dy, Tensor[] weights, Tensor offsets, Tensor preact, str activation, Tensor? probs, "
+        "bool need_act, bool need_dprobs, bool zero_tail) -> (Tensor, Tensor, Tensor)",
+        lambda name, pick: _gemm_dact(pick),
+        _fake_gemm_dact,
+    ),
+    (
+        "dact(Tensor dact, Tensor preact, Tensor offsets, Tensor? probs, str activation, bool need_dprobs) "
+        "-> (Tensor, Tensor)",
+        lambda name, pick: _dact(pick),
+        _fake_dact,
+    ),
+    (
+        "grouped_wgrad(Tensor dy, Tensor x, Tensor offsets, int glu_interleave=0) -> Tensor",
+        _plain,
+        _fake_wgrad,
+    ),
+    (
+        "grouped_wgrad_(Tensor(a!)[] out, Tensor dy, Tensor x, Tensor offsets, int glu_interleave=0, "
+        "bool accumulate=False) -> ()",
+        _plain,
+        _fake_wgrad_,
+    ),
+    (
+        "grouped_dbias(Tensor dy, Tensor offsets, Tensor? scale=None, int glu_interleave=0) -> Tensor",
+        _plain,
+        _fake_dbias,
+    ),
+    ("grouped_dscale(Tensor dy, Tensor bias, Tensor offsets) -> Tensor", _plain, _fake_dscale),
+)
+
+for _schema, _make, _fake in _OPERATORS:
+    _name = _schema.split("(", 1)[0]
+    _register(_schema, _make(_name, _reference), _make(_name, _hopper), _fake)
+
+_OPS = torch.ops.fusible_ops
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Public functions
+
+group_offsets = _OPS.group_offsets.default
+grouped_gemm = _OPS.grouped_gemm.default
+grouped_gemm_dgrad = _OPS.grouped_gemm_dgrad.default
+grouped_wgrad = _OPS.grouped_wgrad.default
+grouped_wgrad_ = _OPS.grouped_wgrad_.default
+grouped_dbias = _OPS.grouped_dbias.default
+grouped_dscale = _OPS.grouped_dscale.default
+
+
+def grouped_gemm_act(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    activation: Activation,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+    glu_interleave: int = 0,
+    save_preact: bool = True,
+    zero_tail: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """`reference.grouped_gemm_act`. zero_tail=False leaves the tail rows of both results undefined."""
+    act, preact = _OPS.grouped_gemm_act(
+        x, weights, offsets, activation.encode(), bias, probs, glu_interleave, save_preact, zero_tail
+    )
+    return act, _empty_as_none(preact, save_preact)
+
+
+def grouped_gemm_dact(
+    dy: Tensor,
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    preact: Tensor,
+    activation: Activation,
+    probs: Tensor | None = None,
+    need_act: bool = True,
+    need_dprobs: bool = False,
+    zero_tail: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`reference.grouped_gemm_dact`. zero_tail=False leaves the tail of dpreact and act undefined (not dprobs')."""
+    dpreact, act, dprobs = _OPS.grouped_gemm_dact(
+        dy, weights, offsets, preact, activation.encode(), probs, need_act, need_dprobs, zero_tail
+    )
+    return dpreact, _empty_as_none(act, need_act), _empty_as_none(dprobs, need_dprobs)
+
+
+def dact(
+    dact: Tensor,
+    preact: Tensor,
+    offsets: Tensor,
+    probs: Tensor | None,
+    activation: Activation,
+    need_dprobs: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`reference.dact`."""
+    dpreact, dprobs = _OPS.dact(dact, preact, offsets, probs, activation.encode(), need_dprobs)
+    return dpreact, _empty_as_none(dprobs, need_dprobs)
