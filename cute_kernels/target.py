@@ -1,0 +1,145 @@
+"""What a kernel may run on: architecture, multiprocessors, package versions.
+
+The one file that reads the environment, asks a device what it is, or asks which packages are installed. Everything else
+is given a `Target`, so planning and explaining need no GPU and no CUTLASS.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+CACHE_VARIABLE = "FUSIBLE_OPS_CACHE_DIR"
+
+# Multiprocessors of a common product of each architecture: A100, A40, L40S, H100 and H200, B200, B300, RTX PRO 6000.
+KNOWN_ARCHS: Mapping[str, int] = {
+    "cpu": 0,
+    "sm_80": 108,
+    "sm_86": 84,
+    "sm_89": 142,
+    "sm_90a": 132,
+    "sm_100a": 148,
+    "sm_103a": 148,
+    "sm_120a": 188,
+}
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution and the versions that are known to work: `at_least <= version < below`, by leading numbers.
+
+    `tested` is the exact version that the tests ran with. `below=None` means no upper bound.
+    """
+
+    name: str
+    tested: str
+    at_least: tuple[int, ...]
+    below: tuple[int, ...] | None = None
+
+    def fits(self, version: str | None) -> bool:
+        """Whether the installed `version` is one of those; `None` (not installed) is not."""
+        if version is None:
+            return False
+        numbers = _numbers(version)
+        return self.at_least <= numbers and (self.below is None or numbers < self.below)
+
+    def __str__(self) -> str:
+        upper = "" if self.below is None else f",<{_dotted(self.below)}"
+        return f"{self.name}>={_dotted(self.at_least)}{upper}"
+
+
+CUTLASS_DSL = Package("nvidia-cutlass-dsl", "4.8.1", (4, 8), (4, 9))
+TVM_FFI = Package("apache-tvm-ffi", "0.1.15", (0, 1, 15))
+CUDNN_FRONTEND = Package("nvidia-cudnn-frontend", "1.32.0", (1, 32), (1, 33))
+TRANSFORMER_ENGINE = Package("transformer-engine", "2.20.2", (2, 20), (2, 21))
+PACKAGES = (CUTLASS_DSL, TVM_FFI, CUDNN_FRONTEND, TRANSFORMER_ENGINE)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine as the planner sees it.
+
+    arch: "cpu", "sm_80", "sm_90a", "sm_100a", ...; for a device that is neither, the type of the device.
+    sms: streaming multiprocessors, 0 on a CPU.
+    packages: (name, version) for each row of `PACKAGES`; `None` where it is not installed.
+    """
+
+    arch: str
+    sms: int = 0
+    packages: tuple[tuple[str, str | None], ...] = ()
+
+    @staticmethod
+    def named(arch: str) -> Target:
+        """An ideal machine of that architecture: the packages at their tested versions. `ValueError` if unknown."""
+        if arch not in KNOWN_ARCHS:
+            raise ValueError(f"target is {arch!r}, needs one of: {', '.join(KNOWN_ARCHS)}")
+        return Target(arch, KNOWN_ARCHS[arch], tuple((package.name, package.tested) for package in PACKAGES))
+
+    @staticmethod
+    def of(device: torch.device | str) -> Target:
+        """The machine that `device` belongs to, as it is. Probed once per device and process."""
+        device = torch.device(device)
+        index = device.index
+        if device.type == "cuda" and index is None:
+            index = torch.cuda.current_device()
+        return _probe(device.type, index if device.type == "cuda" else None)
+
+    def version(self, package: str) -> str | None:
+        """The version of a package on this machine; `None` if it is not there."""
+        return dict(self.packages).get(package)
+
+    def facts(self) -> dict[str, object]:
+        """The same as facts for a `Limit`: "arch", "sms", and each package by name."""
+        absent = {package.name: None for package in PACKAGES}
+        return {"arch": self.arch, "sms": self.sms, **absent, **dict(self.packages)}
+
+    def __str__(self) -> str:
+        return self.arch
+
+
+@functools.cache
+def _probe(device_type: str, index: int | None) -> Target:
+    packages = tuple((package.name, package_version(package.name)) for package in PACKAGES)
+    if device_type != "cuda":
+        return Target(device_type, 0, packages)
+    properties = torch.cuda.get_device_properties(index)
+    return Target(_arch(properties), properties.multi_processor_count, packages)
+
+
+def _arch(properties: object) -> str:
+    """The architecture that kernels are compiled for. AMD devices answer with capabilities such as 9.0 too: not ours."""
+    if torch.version.hip is not None:
+        return str(getattr(properties, "gcnArchName", "rocm")).split(":")[0]
+    major, minor = getattr(properties, "major", 0), getattr(properties, "minor", 0)
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a distribution, `None` if there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: $FUSIBLE_OPS_CACHE_DIR, else ~/.cache/fusible-ops. Read at every call."""
+    place = os.environ.get(CACHE_VARIABLE)
+    return Path(place).expanduser() if place else Path.home() / ".cache" / "fusible-ops"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: "4.8.1" -> (4, 8, 1), "0.1.15.post2" -> (0, 1, 15)."""
+    leading = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in leading.group().split(".")) if leading else ()
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(str(number) for number in numbers)
