@@ -114,7 +114,7 @@ def _probe(device_type: str, index: int | None) -> Target:
 
 
 def _arch(properties: object) -> str:
-    """The architecture that kernels are compiled for. AMD devices answer with capabilities such as 9.0 too: not ours."""
+    """The architecture that kernels are compiled for. AMD devices answer with capabilities such as 9.0 too."""
     if torch.version.hip is not None:
         return str(getattr(properties, "gcnArchName", "rocm")).split(":")[0]
     major, minor = getattr(properties, "major", 0), getattr(properties, "minor", 0)
