@@ -52,7 +52,7 @@ types: $(READY)
 	$(PY) -m mypy
 
 bench: $(READY)
-	$(PY) -m pytest tests/bench
+	for f in tests/bench/bench_*.py; do echo "== $$f"; PYTHONPATH=. $(PY) $$f || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache

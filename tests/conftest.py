@@ -1,24 +1,25 @@
-"""Skips tests marked `gpu` where there is no CUDA device, and says so."""
+"""Skips tests marked `gpu` where there is no fitting CUDA device, and says what there is instead.
+
+`@pytest.mark.gpu` wants any CUDA device, `@pytest.mark.gpu("sm_90a", ...)` one of these architectures.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-
-def _reason_without_gpu() -> str | None:
-    if not torch.cuda.is_available():
-        return "needs a CUDA device; torch finds none"
-    return None
+from cute_kernels.target import Target
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = _reason_without_gpu()
-    if reason is None:
+    marked = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu"))]
+    if not marked:
         return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=reason))
+    here = Target.of("cuda" if torch.cuda.is_available() else "cpu").arch
+    for item, mark in marked:
+        if here == "cpu" or (mark.args and here not in mark.args):
+            wanted = f"a device of {' or '.join(mark.args)}" if mark.args else "a CUDA device"
+            item.add_marker(pytest.mark.skip(reason=f"needs {wanted}; this is {here}"))
 
 
 @pytest.fixture(autouse=True)
