@@ -1,0 +1,132 @@
+"""The kernels as data: one row each. Importing this imports no kernel.
+
+A row's limits are stated here once: the planner refuses by them, `explain` prints them, and `Kernel.require` raises them
+before a launch. Letters: K in, N out, H hidden, I intermediate (columns of one GLU half), G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cute_kernels.activation import GLU_KINDS, KINDS
+from cute_kernels.limits import (
+    DTYPES,
+    Facts,
+    Installed,
+    Limit,
+    Refusal,
+    Words,
+    at_least,
+    interleave_fits,
+    multiple_of,
+    one_of,
+    raise_refusal,
+)
+from cute_kernels.target import CUDNN_FRONTEND, CUTLASS_DSL, TVM_FFI, Package, Target
+
+ACTIVATIONS = KINDS
+GLU_ACTIVATIONS = GLU_KINDS
+UNARY_ACTIVATIONS = tuple(kind for kind in KINDS if kind not in GLU_KINDS)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A row: what the kernel is called, where it lives, and what it needs.
+
+    name: of the operator it implements. arch: the one architecture that it is compiled for.
+    module: dotted name of its host side, loaded when first launched. limits: on the letters of one call.
+    packages: needed to compile it. missing: why it cannot be launched at all; empty if it can.
+    """
+
+    name: str
+    arch: str
+    module: str
+    limits: tuple[Limit, ...]
+    packages: tuple[Package, ...]
+    missing: str = ""
+
+    def letters(self) -> tuple[str, ...]:
+        """Every letter that the limits read, in order of first use."""
+        return tuple(dict.fromkeys(letter for limit in self.limits for letter in limit.letters()))
+
+    def unmet_by(self, facts: Facts, words: Words | None = None) -> tuple[Refusal, ...]:
+        """Every limit that `facts` (the letters' values) do not meet, in order; last, that the kernel is missing."""
+        found = [limit.check(facts, words, self.name) for limit in self.limits]
+        if self.missing:
+            found.append(Refusal(self.name, "limit", "a later version of this library", self.missing))
+        return tuple(refusal for refusal in found if refusal is not None)
+
+    def unmet_on(self, target: Target) -> tuple[Refusal, ...]:
+        """What `target` lacks: the architecture alone if that differs, else each package."""
+        arch = one_of("arch", (self.arch,), stage="target").check(target.facts(), rule=self.name)
+        if arch is not None:
+            return (arch,)
+        found = (Installed(package).check(target.facts(), rule=self.name) for package in self.packages)
+        return tuple(refusal for refusal in found if refusal is not None)
+
+    def require(self, **facts: object) -> None:
+        """Raises `ValueError` for the first limit that a call with these letters does not meet."""
+        for refusal in self.unmet_by(facts):
+            raise_refusal(refusal)
+
+
+_DSL = (CUTLASS_DSL, TVM_FFI)
+_DTYPE = one_of("dtype", DTYPES, fix="other dtypes run unfused")
+_ACTIVATION = one_of("activation", ACTIVATIONS)
+_INTERLEAVE = interleave_fits("glu_interleave", "I")
+
+
+def _eights(*letters: str) -> tuple[Limit, ...]:
+    """16-byte rows of 2-byte elements: what TMA can address."""
+    return tuple(multiple_of(letter, 8, fix="pad the layer's features") for letter in letters)
+
+
+def _sm90(name: str, module: str, *limits: Limit) -> Kernel:
+    return Kernel(name, "sm_90a", f"cute_kernels.hopper.{module}", limits, _DSL)
+
+
+SM90_GROUP_OFFSETS = _sm90("group_offsets", "rowwise", at_least("G", 1))
+SM90_GROUPED_GEMM = _sm90("grouped_gemm", "grouped_gemm", _DTYPE, *_eights("K", "N"))
+SM90_GROUPED_GEMM_DGRAD = _sm90("grouped_gemm_dgrad", "grouped_gemm", _DTYPE, *_eights("K", "N"))
+SM90_GROUPED_GEMM_ACT = _sm90(
+    "grouped_gemm_act", "grouped_gemm", _DTYPE, *_eights("K", "N", "I"), _ACTIVATION, _INTERLEAVE
+)
+SM90_GROUPED_GEMM_DACT = _sm90("grouped_gemm_dact", "grouped_gemm", _DTYPE, *_eights("H", "I"), _ACTIVATION)
+SM90_DACT = _sm90("dact", "rowwise", _DTYPE, *_eights("I"), _ACTIVATION)
+SM90_GROUPED_WGRAD = _sm90("grouped_wgrad", "grouped_wgrad", _DTYPE, *_eights("K", "N"))
+SM90_GROUPED_DBIAS = _sm90("grouped_dbias", "rowwise", _DTYPE, *_eights("N"))
+SM90_GROUPED_DSCALE = _sm90("grouped_dscale", "rowwise", _DTYPE, *_eights("N"))
+
+# cuDNN Frontend's grouped MLP pairs 32 gate rows with 32 up rows. The row states its limits; the adapter that would
+# launch it does not exist yet, so nothing fuses with it.
+SM100_GROUPED_MLP = Kernel(
+    "sm100_grouped_mlp",
+    "sm_100a",
+    "",
+    (
+        interleave_fits(
+            "glu_interleave", "I", (32,), plain=False, fix="pack_glu_weights_(interleave=32) does it"
+        ),
+        _DTYPE,
+        one_of("activation", GLU_ACTIVATIONS),
+    ),
+    (CUDNN_FRONTEND,),
+    missing="the Blackwell adapter of cuDNN Frontend is not in this version",
+)
+
+KERNELS: Mapping[str, Kernel] = {
+    f"{kernel.arch}/{kernel.name}": kernel
+    for kernel in (
+        SM90_GROUP_OFFSETS,
+        SM90_GROUPED_GEMM,
+        SM90_GROUPED_GEMM_DGRAD,
+        SM90_GROUPED_GEMM_ACT,
+        SM90_GROUPED_GEMM_DACT,
+        SM90_DACT,
+        SM90_GROUPED_WGRAD,
+        SM90_GROUPED_DBIAS,
+        SM90_GROUPED_DSCALE,
+        SM100_GROUPED_MLP,
+    )
+}
