@@ -172,9 +172,9 @@ class AtLeast(Limit):
 
 @dataclass(frozen=True)
 class InterleaveFits(Limit):
-    """`letter` is 0 (plain halves) or one of `sizes`, and then divides the width `of`, in columns of one half.
+    """`letter` is 0 or None (plain halves) or one of `sizes`, and then divides the width `of`, in columns of one half.
 
-    Reported under the name that the ops give it, glu_interleave_size, where 0 is None.
+    Reported under the name that the ops give it, glu_interleave_size.
     """
 
     letter: str
@@ -187,7 +187,7 @@ class InterleaveFits(Limit):
 
     def holds(self, facts: Facts) -> bool:
         size, width = facts[self.letter], facts[self.of]
-        if size == 0:
+        if not size:
             return self.plain
         return size in self.sizes and isinstance(size, int) and isinstance(width, int) and width % size == 0
 
@@ -202,7 +202,7 @@ class InterleaveFits(Limit):
 
     def found(self, facts: Facts, words: Words) -> str:
         size = facts[self.letter]
-        return f"{words.get(self.letter, self.letter)}_size is {None if size == 0 else size}"
+        return f"{words.get(self.letter, self.letter)}_size is {size or None}"
 
     def counterexample(self) -> dict[str, object]:
         return {self.letter: 3, self.of: 384} if self.plain else {self.letter: 0, self.of: 384}

@@ -1,0 +1,49 @@
+"""Chains that the rows of the table match: Mixtral's and LLaMA's shapes in small. Tests alter them; docs may show them."""
+
+from __future__ import annotations
+
+from patterns.chain import Chain, OpSpec
+
+DTYPE = "bfloat16"
+
+
+def grouped_linear(name: str, in_features: int, out_features: int, **more: object) -> OpSpec:
+    """A grouped linear of 8 groups with bias; `more` replaces facts."""
+    facts: dict[str, object] = {"num_groups": 8, "in_features": in_features, "out_features": out_features}
+    facts |= {"has_bias": True, "scale_bias": False, "dtype": DTYPE, "accumulate_into_main_grad": False}
+    facts |= {"delay_wgrad": False, "single_grouped_weight": False, "single_grouped_bias": False}
+    return OpSpec("grouped_linear", name, facts | more)
+
+
+def linear(name: str, in_features: int, out_features: int, **more: object) -> OpSpec:
+    """A dense linear with bias."""
+    facts: dict[str, object] = {"in_features": in_features, "out_features": out_features}
+    facts |= {"has_bias": True, "dtype": DTYPE, "accumulate_into_main_grad": False}
+    return OpSpec("linear", name, facts | more)
+
+
+def activation(kind: str, name: str = "act", **more: object) -> OpSpec:
+    """An activation without probs or clamp, on plain halves."""
+    facts: dict[str, object] = {"scaled": False, "glu_interleave": 0, "cache_quantized_input": False}
+    facts |= {"limit": None, "alpha": 1.0, "offset": 0.0}
+    return OpSpec(kind, name, facts | more)
+
+
+QUANTIZE = OpSpec("quantize", "quantize", {"forward": True, "backward": False})
+
+_MOE = (
+    grouped_linear("fc1", 1024, 5632),
+    activation("swiglu", scaled=True),
+    grouped_linear("fc2", 2816, 1024, scale_bias=True),
+)
+_FFN = (linear("fc1", 1024, 5632), activation("swiglu"), linear("fc2", 2816, 1024))
+
+MOE = Chain(_MOE, DTYPE)
+MOE_INTERLEAVED = Chain((_MOE[0], activation("swiglu", scaled=True, glu_interleave=32), _MOE[2]), DTYPE)
+MOE_ACTIVATION_QUANTIZE = Chain((*_MOE[:2], QUANTIZE), DTYPE)
+MOE_LINEAR_QUANTIZE = Chain((_MOE[0], QUANTIZE), DTYPE)
+MOE_LINEAR = Chain(_MOE[:1], DTYPE)
+FFN = Chain(_FFN, DTYPE)
+FFN_ACTIVATION_QUANTIZE = Chain((*_FFN[:2], QUANTIZE), DTYPE)
+FFN_LINEAR_QUANTIZE = Chain((_FFN[0], QUANTIZE), DTYPE)
+FFN_LINEAR = Chain(_FFN[:1], DTYPE)

@@ -1,0 +1,74 @@
+"""explain(plan) -> text: which rule and kernels run what, and where none does, which condition failed first.
+
+Renders what the planner found; decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from patterns.chain import Chain
+from patterns.planner import Plan, Refused, Step
+from patterns.rule import Rule
+
+INDENT = "    "
+
+
+def explain(plan: Plan) -> str:
+    """The plan as text, e.g.
+
+    GroupedLinear fc1 -> SwiGLU act -> GroupedLinear fc2    on sm_100a, bfloat16, no recipe
+    unfused: GroupedLinear fc1, SwiGLU act, GroupedLinear fc2
+        x grouped_mlp_sm100   limit    act.glu_interleave_size is None, needs 32; ...
+    """
+    chain, target = plan.chain, plan.target
+    lines = [f"{chain}    on {target}, {chain.dtype}, {chain.recipe or 'no recipe'}"]
+    for steps in _runs(plan.steps):
+        first, last = steps[0], steps[-1]
+        if first.rule is None:
+            lines.append(f"unfused: {', '.join(op.title for op in chain.ops[first.start : last.stop])}")
+        else:
+            lines += _fused(plan.chain, first, first.rule)
+        lines += [INDENT + line for line in _reasons(_shown(plan, first, last))]
+    count = len(chain.ops) - len(plan.unfused)
+    lines.append(f"{count} of {len(chain.ops)} ops fused")
+    return "\n".join(lines)
+
+
+def _runs(steps: Iterable[Step]) -> list[list[Step]]:
+    """Neighbouring unfused steps together, each fused step by itself."""
+    runs: list[list[Step]] = []
+    for step in steps:
+        if step.rule is None and runs and runs[-1][-1].rule is None:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    return runs
+
+
+def _fused(chain: Chain, step: Step, rule: Rule) -> list[str]:
+    """The rule and its ops, each with its label where that is not its name; then the kernels and what each is for."""
+    ops = zip(step.labels, chain.ops[step.start : step.stop], strict=True)
+    names = ", ".join(op.title if op.name == label else f"{label} = {op.title}" for label, op in ops)
+    width = max((len(bound.kernel.name) for bound in step.kernels), default=0)
+    return [f"{rule.name}: {names}"] + [f"{INDENT}{b.kernel.name:{width}}  {b.use}" for b in step.kernels]
+
+
+def _shown(plan: Plan, first: Step, last: Step) -> list[Refused]:
+    """All misses for unfused ops; for a fused step only the longer rules that a condition kept out."""
+    misses = plan.why_not(first.start, last.stop)
+    if first.rule is None:
+        return list(misses)
+    return [refused for refused in misses if refused.first.stage not in ("chain", "target")]
+
+
+def _reasons(misses: list[Refused]) -> list[str]:
+    """One line per rule and its first reason; further reasons below it."""
+    width = max((len(refused.rule) for refused in misses), default=0)
+    lines = []
+    for refused in misses:
+        name = f"x {refused.rule}"
+        for reason in refused.reasons:
+            lines.append(f"{name:{width + 2}}  {reason.stage:7}  {reason}")
+            name = ""
+    return lines

@@ -1,0 +1,171 @@
+"""plan(chain, target, rules) -> Plan: which rule takes which ops, and every refusal that was met on the way.
+
+Pure and deterministic. At each position the rules are tried in table order; the first that matches, and whose
+conditions all hold, takes its ops. An op that no rule takes is a step of its own and runs unfused.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from cute_kernels.limits import Refusal
+from cute_kernels.target import Target
+from patterns.chain import Chain, OpSpec
+from patterns.rule import Bound, Rule, check_rules
+from patterns.rules import RULES
+
+
+@dataclass(frozen=True)
+class Step:
+    """Ops `start` to `stop` of the chain run as one: by a rule's program, or unfused (rule None, one op).
+
+    labels: what the rule's pattern calls each of the ops. kernels: those of the rule's that this chain needs.
+    """
+
+    rule: Rule | None
+    start: int
+    stop: int
+    labels: tuple[str, ...] = ()
+    kernels: tuple[Bound, ...] = ()
+
+    @property
+    def program(self) -> str | None:
+        """Dotted name of the fused operation; None if unfused."""
+        return None if self.rule is None else self.rule.program
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A rule tried at `start` that did not take ops `start` to `stop` (as far as its pattern fits), and all reasons."""
+
+    rule: str
+    start: int
+    stop: int
+    reasons: tuple[Refusal, ...]
+
+    @property
+    def first(self) -> Refusal:
+        """The first condition that is not met."""
+        return self.reasons[0]
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How near it came: 2 if a condition failed, 1 if the machine differs, 0 if the ops do; then how many fit."""
+        return {"chain": 0, "target": 1}.get(self.first.stage, 2), self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs what. `steps` cover the chain in order; `refusals` are in the order they were met."""
+
+    chain: Chain
+    target: Target
+    steps: tuple[Step, ...]
+    refusals: tuple[Refused, ...]
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a rule takes every op."""
+        return all(step.rule is not None for step in self.steps)
+
+    @property
+    def unfused(self) -> tuple[OpSpec, ...]:
+        """The ops that run unfused."""
+        return tuple(op for step in self.steps if step.rule is None for op in self.chain.ops[step.start : step.stop])
+
+    def why_not(self, start: int, stop: int) -> tuple[Refused, ...]:
+        """Why no rule, or no longer rule, took ops `start` to `stop`: each rule's nearest miss, the nearest first."""
+        nearest: dict[str, Refused] = {}
+        for refused in self.refusals:
+            if start <= refused.start < stop or refused.start <= start < refused.stop:
+                known = nearest.get(refused.rule)
+                if known is None or refused.progress > known.progress:
+                    nearest[refused.rule] = refused
+        return tuple(sorted(nearest.values(), key=_furthest_first))
+
+    def first_unmet(self) -> Refusal | None:
+        """The condition that kept the first unfused op from being fused; None if all are fused."""
+        for step in self.steps:
+            if step.rule is None:
+                near = self.why_not(step.start, step.stop)
+                return near[0].first if near else None
+        return None
+
+    def as_data(self) -> dict[str, object]:
+        """The same as dicts and lists of strings, numbers and None."""
+        return {
+            "chain": [{"kind": op.kind, "name": op.name} for op in self.chain.ops],
+            "dtype": self.chain.dtype,
+            "recipe": self.chain.recipe,
+            "target": self.target.arch,
+            "steps": [_step_as_data(step, self.chain) for step in self.steps],
+            "refusals": [_refused_as_data(refused) for refused in self.refusals],
+        }
+
+
+def plan(chain: Chain, target: Target, rules: tuple[Rule, ...] = RULES) -> Plan:
+    """The plan for `chain` on `target`; the same object again for equal arguments.
+
+    `TypeError` or `ValueError` for a rule set that is not a tuple of `Rule` with distinct names.
+    """
+    return _plan(chain, target, check_rules(rules))
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(chain: Chain, target: Target, rules: tuple[Rule, ...]) -> Plan:
+    steps: list[Step] = []
+    refusals: list[Refused] = []
+    position = 0
+    while position < len(chain.ops):
+        step = Step(None, position, position + 1)
+        for rule in rules:
+            verdict = _attempt(rule, chain, position, target)
+            if isinstance(verdict, Step):
+                step = verdict
+                break
+            refusals.append(verdict)
+        steps.append(step)
+        position = step.stop
+    return Plan(chain, target, tuple(steps), tuple(refusals))
+
+
+def _attempt(rule: Rule, chain: Chain, start: int, target: Target) -> Step | Refused:
+    match = rule.match(chain, start)
+    if isinstance(match, tuple):
+        stopped, refusal = match
+        return Refused(rule.name, start, stopped, (refusal,))
+    facts = match.facts()
+    reasons = rule.unmet(facts, target, match.words())
+    if reasons:
+        return Refused(rule.name, start, match.stop, reasons)
+    labels = tuple(label for label, op in match.ops if op is not None)
+    return Step(rule, start, match.stop, labels, rule.used(facts))
+
+
+def _furthest_first(refused: Refused) -> tuple[int, int]:
+    stage, reach = refused.progress
+    return -stage, -reach
+
+
+def _step_as_data(step: Step, chain: Chain) -> dict[str, object]:
+    return {
+        "rule": None if step.rule is None else step.rule.name,
+        "program": step.program,
+        "start": step.start,
+        "stop": step.stop,
+        "ops": [op.name for op in chain.ops[step.start : step.stop]],
+        "kernels": [{"name": bound.kernel.name, "use": bound.use} for bound in step.kernels],
+    }
+
+
+def _refused_as_data(refused: Refused) -> dict[str, object]:
+    return {
+        "rule": refused.rule,
+        "start": refused.start,
+        "stop": refused.stop,
+        "reasons": [
+            {"stage": r.stage, "wanted": r.wanted, "found": r.found, "fix": r.fix, "text": str(r)}
+            for r in refused.reasons
+        ],
+    }

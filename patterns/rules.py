@@ -1,0 +1,173 @@
+"""RULES: the table, in priority order; nothing else in the file but what its rows share.
+
+At each position the first row that matches and whose conditions all hold takes its ops. Longer patterns stand first.
+The table is a constant: it never depends on the machine or on import order; what a machine lacks is a refusal.
+"""
+
+from __future__ import annotations
+
+from cute_kernels import catalog
+from patterns import examples
+from patterns.guards import absent, clamp_is_legal, even_for_glu, feeds, same
+from patterns.rule import Bound, Rule, bind, slot
+
+GROUPED_MLP = "fusible_ops.fused.grouped_mlp:GroupedMLP"
+LINEAR_ACTIVATION = "fusible_ops.fused.grouped_linear:GroupedLinearActivation"
+LINEAR = "fusible_ops.fused.grouped_linear:FusedGroupedLinear"
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Slots and guards
+
+_ACTIVATION = slot("act", *catalog.ACTIVATIONS, title="an activation")
+_GLU = slot("act", *catalog.GLU_ACTIVATIONS, title="a GLU")
+
+_NO_RECIPE = absent("recipe", "no quantisation recipe", "MXFP8BlockScaling")
+_ACT = (
+    absent("act.cache_quantized_input", "an activation that does not cache a quantised input"),
+    clamp_is_legal("act"),
+)
+_SAME_GROUPS = same("fc1.num_groups", "fc2.num_groups")
+_FITS = feeds("fc1.out_features", "act.kind", "fc2.in_features")
+_EVEN = even_for_glu("fc1.out_features", "act.kind")
+_PLAIN_FC1_BIAS = absent("fc1.scale_bias", "an FC1 bias that is not scaled")
+
+
+def _weights(*labels: str) -> tuple[same, ...]:
+    """Weights are used in place, so they have the compute dtype already."""
+    fix = "store the weights in the compute dtype"
+    return tuple(same(f"{label}.dtype", "dtype", ("float32", "bfloat16"), fix=fix) for label in labels)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kernels, with their letters bound to facts of the chain
+
+
+def _linear(label: str, *, act_columns: str = "") -> tuple[Bound, ...]:
+    """A linear, or with `act_columns` (a fact: columns out of "act") its half of one that an activation follows."""
+    k, n, groups = f"{label}.in_features", f"{label}.out_features", f"{label}.num_groups"
+    act = {"I": act_columns, "activation": "act.kind", "glu_interleave": "act.glu_interleave"}
+    if act_columns:
+        forward = bind(catalog.SM90_GROUPED_GEMM_ACT, f"{label} and act forward", K=k, N=n, dtype="dtype", **act)
+    else:
+        forward = bind(catalog.SM90_GROUPED_GEMM, f"{label} forward", K=k, N=n, dtype="dtype")
+    return (
+        bind(catalog.SM90_GROUP_OFFSETS, f"{label} rows of each group", when=groups, G=groups),
+        forward,
+        bind(catalog.SM90_GROUPED_WGRAD, f"{label} weight gradient", K=k, N=n, dtype="dtype"),
+        bind(catalog.SM90_GROUPED_DBIAS, f"{label} bias gradient", when=f"{label}.has_bias", N=n, dtype="dtype"),
+        bind(catalog.SM90_GROUPED_DSCALE, f"{label} scale gradient", when=f"{label}.scale_bias", N=n, dtype="dtype"),
+    )
+
+
+def _dgrad(label: str) -> Bound:
+    k, n = f"{label}.in_features", f"{label}.out_features"
+    return bind(catalog.SM90_GROUPED_GEMM_DGRAD, f"{label} input gradient", K=k, N=n, dtype="dtype")
+
+
+_LINEAR = (*_linear("fc"), _dgrad("fc"))
+_LINEAR_ACT = (
+    *_linear("fc1", act_columns="act.columns"),
+    bind(catalog.SM90_DACT, "act backward", I="act.columns", activation="act.kind", dtype="dtype"),
+    _dgrad("fc1"),
+)
+_MLP = (
+    *_linear("fc1", act_columns="fc2.in_features"),
+    *_linear("fc2"),
+    bind(
+        catalog.SM90_GROUPED_GEMM_DACT,
+        "fc2 input gradient and act backward",
+        H="fc2.out_features",
+        I="fc2.in_features",
+        activation="act.kind",
+        dtype="dtype",
+    ),
+    _dgrad("fc1"),
+)
+_SM100_MLP = (
+    bind(
+        catalog.SM100_GROUPED_MLP,
+        "all three, forward and backward",
+        I="fc2.in_features",
+        activation="act.kind",
+        glu_interleave="act.glu_interleave",
+        dtype="dtype",
+    ),
+)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The table
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="grouped_mlp",
+        pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, slot("fc2", "grouped_linear")),
+        guards=(_NO_RECIPE, _SAME_GROUPS, _FITS, *_weights("fc1", "fc2"), _PLAIN_FC1_BIAS, *_ACT),
+        program=GROUPED_MLP,
+        kernels=_MLP,
+        example=examples.MOE,
+    ),
+    Rule(
+        name="grouped_mlp_sm100",
+        pattern=(slot("fc1", "grouped_linear"), _GLU, slot("fc2", "grouped_linear")),
+        guards=(_NO_RECIPE, _SAME_GROUPS, _FITS, *_weights("fc1", "fc2"), _PLAIN_FC1_BIAS, *_ACT),
+        program=GROUPED_MLP,
+        kernels=_SM100_MLP,
+        example=examples.MOE_INTERLEAVED,
+    ),
+    Rule(
+        name="mlp",
+        pattern=(slot("fc1", "linear"), _ACTIVATION, slot("fc2", "linear")),
+        guards=(_NO_RECIPE, _FITS, *_weights("fc1", "fc2"), *_ACT),
+        program=GROUPED_MLP,
+        kernels=_MLP,
+        example=examples.FFN,
+    ),
+    Rule(
+        name="grouped_linear_activation",
+        pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, slot("quantize", "quantize", optional=True)),
+        guards=(_NO_RECIPE, _EVEN, *_weights("fc1"), _PLAIN_FC1_BIAS, *_ACT),
+        program=LINEAR_ACTIVATION,
+        kernels=_LINEAR_ACT,
+        example=examples.MOE_ACTIVATION_QUANTIZE,
+    ),
+    Rule(
+        name="linear_activation",
+        pattern=(slot("fc1", "linear"), _ACTIVATION, slot("quantize", "quantize", optional=True)),
+        guards=(_NO_RECIPE, _EVEN, *_weights("fc1"), *_ACT),
+        program=LINEAR_ACTIVATION,
+        kernels=_LINEAR_ACT,
+        example=examples.FFN_ACTIVATION_QUANTIZE,
+    ),
+    Rule(
+        name="grouped_linear_quantize",
+        pattern=(slot("fc", "grouped_linear"), slot("quantize", "quantize")),
+        guards=(_NO_RECIPE, *_weights("fc")),
+        program=LINEAR,
+        kernels=_LINEAR,
+        example=examples.MOE_LINEAR_QUANTIZE,
+    ),
+    Rule(
+        name="linear_quantize",
+        pattern=(slot("fc", "linear"), slot("quantize", "quantize")),
+        guards=(_NO_RECIPE, *_weights("fc")),
+        program=LINEAR,
+        kernels=_LINEAR,
+        example=examples.FFN_LINEAR_QUANTIZE,
+    ),
+    Rule(
+        name="grouped_linear",
+        pattern=(slot("fc", "grouped_linear"),),
+        guards=(_NO_RECIPE, *_weights("fc")),
+        program=LINEAR,
+        kernels=_LINEAR,
+        example=examples.MOE_LINEAR,
+    ),
+    Rule(
+        name="linear",
+        pattern=(slot("fc", "linear"),),
+        guards=(_NO_RECIPE, *_weights("fc")),
+        program=LINEAR,
+        kernels=_LINEAR,
+        example=examples.FFN_LINEAR,
+    ),
+)
