@@ -1,4 +1,4 @@
-"""Chains that the rows of the table match: Mixtral's and LLaMA's shapes in small. Tests alter them; docs may show them."""
+"""Chains that the rows of the table match: shapes of small MoE and dense layers. Tests alter them; docs show them."""
 
 from __future__ import annotations
 
