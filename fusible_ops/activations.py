@@ -1,0 +1,286 @@
+"""Activations: unary, gated, and the scaled ones that also multiply each row by its router probability.
+
+Formulas, with gate a (the first half of the columns), linear half b, σ the logistic function:
+
+| op | y | source |
+|---|---|---|
+| GELU, SiLU, ReLU, SReLU | gelu_tanh(x), x·σ(x), max(x, 0), max(x, 0)² | |
+| SwiGLU, GeGLU | a·σ(a)·b, gelu_tanh(a)·b | Shazeer 2020, arXiv:2002.05202 |
+| ClampedSwiGLU | a'·σ(αa')·b', a' = min(a, limit), b' = clamp(b, ±limit) + offset | GPT-OSS |
+| Scaled… | the same times `scales`, one per row | |
+
+Everything is evaluated in FP32 (FP64 for FP64 inputs) and rounded once; scales are rounded to the compute dtype first.
+Interfaces as in transformer_engine.pytorch.ops (2.20); ScaledGeGLU and limit=None are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cute_kernels import reference
+from cute_kernels.activation import Activation
+from fusible_ops import checks
+from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
+from patterns.chain import OpSpec
+
+
+def _block(owner: str, glu_interleave_size: int | None) -> int:
+    """The interleave as kernels take it: 0 for plain halves."""
+    if glu_interleave_size in (None, 0):
+        return 0
+    checks.positive(owner, glu_interleave_size=glu_interleave_size)  # type: ignore[arg-type]
+    return glu_interleave_size  # type: ignore[return-value]
+
+
+class ActivationOperation(BasicOperation):
+    """The common part: `activation` says which function, `glu_interleave` how the input's columns lie (0: `[a | b]`).
+
+    Input [..., I] (unary) or [..., 2I] (gated), output [..., I]; the input's gradient lies as the input does.
+    Errors: ValueError for an odd gated width or an interleave that does not divide I; TypeError for a dtype that is not a float.
+    """
+
+    scaled = False
+    known_kwargs = ()
+
+    def __init__(
+        self, activation: Activation, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.cache_quantized_input = cache_quantized_input
+        self.glu_interleave_size = glu_interleave_size
+        self.glu_interleave = _block(type(self).__name__, glu_interleave_size)
+
+    def describe(self) -> OpSpec:
+        kind = self.activation
+        facts: dict[str, object] = {
+            "scaled": self.scaled,
+            "glu_interleave": self.glu_interleave,
+            "limit": kind.limit,
+            "alpha": kind.alpha,
+            "offset": kind.offset,
+            "cache_quantized_input": self.cache_quantized_input,
+        }
+        return OpSpec(kind.kind, self.name, facts)
+
+    def extra_repr(self) -> str:
+        constants = f"limit={self.activation.limit}, alpha={self.activation.alpha}, offset={self.activation.offset}"
+        shown = [constants] if self.activation.kind == "clamped_swiglu" else []
+        if self.glu_interleave:
+            shown.append(f"glu_interleave_size={self.glu_interleave}")
+        return ", ".join(shown)
+
+    def output_width(self, incoming: int | None) -> int | None:
+        if incoming is not None:
+            self.check_width(incoming)
+        return None if incoming is None else incoming // self.activation.halves
+
+    def check_width(self, width: int) -> None:
+        """ValueError unless `width` input columns split into two halves and those into interleave blocks."""
+        if not self.activation.is_glu:
+            return
+        owner = self.label()
+        if width % 2:
+            raise ValueError(f"{owner}: a gated activation needs an even number of columns, got {width}")
+        if self.glu_interleave and (width // 2) % self.glu_interleave:
+            raise ValueError(
+                f"{owner}: glu_interleave_size={self.glu_interleave} does not divide {width // 2}, half of {width} columns"
+            )
+
+    def plain_input(self, ctx: OperationContext, x: Tensor) -> Tensor:
+        """The checked input in the compute dtype, laid out as `[a | b]`."""
+        checks.float_input(self.label(), x)
+        self.check_width(x.shape[-1])
+        return reference.deinterleave(x.to(ctx.compute_dtype(x.dtype)), self.glu_interleave, -1)
+
+    def op_forward(self, ctx: OperationContext, input_: Tensor, **_: Any) -> Tensor:
+        preact = self.plain_input(ctx, input_)
+        if ctx.requires_grad:
+            ctx.save_for_backward(preact)
+        return reference.activation_forward(preact, self.activation)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
+        (preact,) = ctx.saved_tensors
+        if not ctx.input_requires_grad:
+            return None, []
+        dpreact, _ = reference.activation_backward(grad_output, preact, self.activation)
+        return reference.interleave(dpreact, self.glu_interleave, -1), []
+
+
+class ScaledActivation(ActivationOperation):
+    """An activation times `scales`, its extra input: float, one value for each row of the input, on the input's device.
+
+    y = round(f(x)·s). Gradients: (dy·s)·∂f for the input, Σ_columns dy·f for the scales (only if they require it).
+    activation_recompute_in_mlp: accepted for Transformer Engine's sake by ScaledSReLU; has no effect (fused chains always
+    recompute the activation).
+    """
+
+    scaled = True
+    num_extra_inputs = 1  # type: ignore[assignment]
+
+    def check_scales(self, x: Tensor, scales: Tensor) -> None:
+        checks.row_scales(self.label(), "scales", scales, x)
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor]],
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
+        ctx, scales = basic_op_ctxs[0], basic_op_extra_inputs[0][0]
+        preact = self.plain_input(ctx, input_)
+        self.check_scales(input_, scales)
+        rows = scales.reshape(preact.shape[:-1])
+        if ctx.requires_grad:
+            ctx.scales_require_grad, ctx.scales_shape = scales.requires_grad, scales.shape
+            ctx.save_for_backward(preact, rows)
+        return reference.activation_forward(preact, self.activation, rows), [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]] = ((),),
+    ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
+        ctx = basic_op_ctxs[0]
+        preact, rows = ctx.saved_tensors
+        dpreact, dscales = reference.activation_backward(
+            grad_output, preact, self.activation, rows, need_dprobs=ctx.scales_require_grad
+        )
+        dx = reference.interleave(dpreact, self.glu_interleave, -1) if ctx.input_requires_grad else None
+        if dscales is not None:
+            dscales = dscales.to(preact.dtype).view(ctx.scales_shape)
+        return dx, [[]], [[dscales]]
+
+
+class GELU(ActivationOperation):
+    """y = gelu_tanh(x). See `ActivationOperation`."""
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(Activation("gelu"), cache_quantized_input=cache_quantized_input)
+
+
+class SiLU(ActivationOperation):
+    """y = x·σ(x). See `ActivationOperation`."""
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(Activation("silu"), cache_quantized_input=cache_quantized_input)
+
+
+class ReLU(ActivationOperation):
+    """y = max(x, 0). See `ActivationOperation`."""
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(Activation("relu"), cache_quantized_input=cache_quantized_input)
+
+
+class SReLU(ActivationOperation):
+    """y = max(x, 0)². See `ActivationOperation`."""
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(Activation("srelu"), cache_quantized_input=cache_quantized_input)
+
+
+class SwiGLU(ActivationOperation):
+    """y = a·σ(a)·b. glu_interleave_size = g: the columns lie as blocks of g of a, then g of b; None: `[a | b]`."""
+
+    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+        super().__init__(
+            Activation("swiglu"), cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
+        )
+
+
+class GeGLU(ActivationOperation):
+    """y = gelu_tanh(a)·b. glu_interleave_size as `SwiGLU`'s."""
+
+    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+        super().__init__(
+            Activation("geglu"), cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
+        )
+
+
+GEGLU = GeGLU
+
+
+class ClampedSwiGLU(ActivationOperation):
+    """y = a'·σ(αa')·b', a' = min(a, limit), b' = clamp(b, -limit, limit) + glu_linear_offset.
+
+    The gate is clamped from above only. limit=None: no clamp (with alpha=1 and offset 0 exactly SwiGLU). ValueError for
+    limit <= 0. GPT-OSS has the defaults; DeepSeek-V4 limit=10, alpha=1, offset 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: float | None = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            _clamped(limit, alpha, glu_linear_offset),
+            cache_quantized_input=cache_quantized_input,
+            glu_interleave_size=glu_interleave_size,
+        )
+
+
+def _clamped(limit: float | None, alpha: float, offset: float) -> Activation:
+    return Activation("clamped_swiglu", None if limit is None else float(limit), float(alpha), float(offset))
+
+
+def _refuse_recompute(owner: str, activation_recompute_in_mlp: bool) -> None:
+    if activation_recompute_in_mlp:
+        raise ValueError(f"{owner} does not support activation recomputation (activation_recompute_in_mlp=True)")
+
+
+class ScaledSwiGLU(ScaledActivation):
+    """y = a·σ(a)·b·s. See `ScaledActivation`; glu_interleave_size as `SwiGLU`'s."""
+
+    def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False) -> None:
+        _refuse_recompute("ScaledSwiGLU", activation_recompute_in_mlp)
+        super().__init__(Activation("swiglu"), glu_interleave_size=glu_interleave_size)
+
+
+class ScaledGeGLU(ScaledActivation):
+    """y = gelu_tanh(a)·b·s. See `ScaledActivation`; glu_interleave_size as `SwiGLU`'s."""
+
+    def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False) -> None:
+        _refuse_recompute("ScaledGeGLU", activation_recompute_in_mlp)
+        super().__init__(Activation("geglu"), glu_interleave_size=glu_interleave_size)
+
+
+class ScaledClampedQGeGLU(ScaledActivation):
+    """y = ClampedSwiGLU(x)·s. See `ScaledActivation` and `ClampedSwiGLU`.
+
+    The child `_clamped` holds no parameters; it is there for its state_dict key, which Transformer Engine's op has.
+    """
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        limit: float | None = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+    ) -> None:
+        _refuse_recompute("ScaledClampedQGeGLU", activation_recompute_in_mlp)
+        super().__init__(_clamped(limit, alpha, glu_linear_offset), glu_interleave_size=glu_interleave_size)
+        self._clamped = ClampedSwiGLU(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
+
+
+class ScaledSReLU(ScaledActivation):
+    """y = max(x, 0)²·s. See `ScaledActivation`."""
+
+    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__(Activation("srelu"))
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp

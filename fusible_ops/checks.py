@@ -1,0 +1,70 @@
+"""Checks of what a caller passed, made before anything runs. None of them waits for the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def positive(owner: str, **sizes: int) -> None:
+    """ValueError unless every size is a positive int."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
+            raise ValueError(f"{owner}: {name} must be a positive integer, got {size!r}")
+
+
+def float_dtype(owner: str, dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, or ValueError if it is not one that parameters may have."""
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{owner}: dtype must be float32, float16, bfloat16 or float64, got {dtype}")
+    return dtype
+
+
+def default_device(device: torch.device | str | None) -> torch.device:
+    """`device`; None means the current CUDA device if there is one, else the CPU."""
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def float_input(owner: str, x: Tensor) -> None:
+    """TypeError unless x is a tensor of a float dtype that the ops compute in."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{owner}: the input must be a tensor, got {type(x).__name__}")
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{owner}: the input must be float32, float16, bfloat16 or float64, got {x.dtype}")
+
+
+def last_dimension(owner: str, x: Tensor, width: int) -> None:
+    """ValueError unless x is [..., width]."""
+    if x.dim() == 0 or x.shape[-1] != width:
+        raise ValueError(f"{owner}: the input's last dimension must be {width}, got shape {tuple(x.shape)}")
+
+
+def same_device(owner: str, what: str, t: Tensor, device: torch.device) -> None:
+    """ValueError unless t is on `device`."""
+    if t.device != device:
+        raise ValueError(f"{owner}: {what} must be on {device}, got {t.device}; move it with .to({str(device)!r})")
+
+
+def split_sizes(owner: str, splits: Tensor, num_groups: int, device: torch.device) -> None:
+    """Unless `splits` is an int32 or int64 tensor [num_groups] on `device`: TypeError (dtype) or ValueError (the rest)."""
+    if not isinstance(splits, Tensor):
+        raise TypeError(f"{owner}: split_sizes must be a tensor of {num_groups} ints, got {type(splits).__name__}")
+    if splits.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{owner}: split_sizes must be int32 or int64, got {splits.dtype}")
+    if splits.dim() != 1 or splits.numel() != num_groups:
+        raise ValueError(f"{owner}: Expected {num_groups} splits, but got shape {tuple(splits.shape)}")
+    same_device(owner, "split_sizes", splits, device)
+
+
+def row_scales(owner: str, what: str, scales: Tensor, x: Tensor) -> None:
+    """Unless `scales` holds one float for each row of x, on x's device: TypeError (dtype) or ValueError (the rest)."""
+    if not isinstance(scales, Tensor) or not scales.dtype.is_floating_point:
+        raise TypeError(f"{owner}: {what} must be a float tensor, got {getattr(scales, 'dtype', type(scales).__name__)}")
+    rows = x.shape[:-1].numel()
+    if scales.numel() != rows:
+        raise ValueError(f"{owner}: {what} must hold one value for each of {rows} rows, got shape {tuple(scales.shape)}")
+    same_device(owner, what, scales, x.device)

@@ -1,0 +1,134 @@
+"""A linear alone, or a linear and its activation, as kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cute_kernels import ops as kernels
+from fusible_ops.activations import ScaledActivation
+from fusible_ops.fused.parts import activation_at, linear_at, no_grads
+from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
+
+
+class FusedGroupedLinear(FusedOperation):
+    """y = x W_gᵀ (+ s·b_g), grouped or dense, rounded once. Ops after the linear are identities (Quantize without a recipe)."""
+
+    def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
+        super().__init__(basic_ops)
+        self.fc, _ = linear_at(self.fusible_parts(), 0)
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor]],
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
+        ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs
+        self.fc.check(input_, extras)
+        dtype = ctx.compute_dtype(self.fc.weight_dtype)
+        x = input_.reshape(-1, self.fc.in_features).to(dtype)
+        offsets = self.fc.offsets(kernels, x.shape[0], extras)
+        weights, bias, scales = self.fc.operands(dtype), self.fc.bias(dtype), self.fc.scales(extras)
+        rows = None if scales is None else scales.reshape(-1)
+        y = kernels.grouped_gemm(x, weights, offsets, bias, rows)
+        if any(c.requires_grad for c in basic_op_ctxs):
+            ctx.input_shape, ctx.dtype = input_.shape, dtype
+            ctx.scales_shape = scales.shape if scales is not None and scales.requires_grad else None
+            kept_x = x if self.fc.needs_weight_grad else None
+            kept_bias = bias if ctx.scales_shape is not None else None
+            ctx.save_for_backward(kept_x, offsets, rows, kept_bias, *weights)
+        return y.view(*input_.shape[:-1], self.fc.out_features), [()] * len(basic_op_ctxs)
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
+        ctx = basic_op_ctxs[0]
+        x, offsets, rows, bias, *weights = ctx.saved_tensors
+        grads, extra_grads = no_grads(self.fusible_parts())
+        dy = grad_output.reshape(-1, self.fc.out_features).to(ctx.dtype).contiguous()
+        self.fc.put_grads(grads, kernels, dy, x, offsets, scales=rows)
+        if ctx.scales_shape is not None:
+            extra_grads[0] = [None, kernels.grouped_dscale(dy, bias, offsets).view(ctx.scales_shape)]
+        dx = None
+        if ctx.input_requires_grad:
+            dx = kernels.grouped_gemm_dgrad(dy, weights, offsets).view(ctx.input_shape)
+        return dx, grads, extra_grads
+
+
+class GroupedLinearActivation(FusedOperation):
+    """y = act(x W_gᵀ + b_g)·p, grouped or dense: one kernel forward, the pre-activation kept for backward.
+
+    Ops after the activation are identities (Quantize without a recipe).
+    """
+
+    def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
+        super().__init__(basic_ops)
+        ops = self.fusible_parts()
+        self.fc, self.act_at = linear_at(ops, 0)
+        self.act = activation_at(ops, self.act_at)
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor]],
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
+        ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs
+        self.fc.check(input_, extras)
+        probs = extras[self.act_at][0] if isinstance(self.act, ScaledActivation) else None
+        if probs is not None:
+            self.act.check_scales(input_, probs)  # type: ignore[attr-defined]
+        dtype = ctx.compute_dtype(self.fc.weight_dtype)
+        x = input_.reshape(-1, self.fc.in_features).to(dtype)
+        offsets = self.fc.offsets(kernels, x.shape[0], extras)
+        weights = self.fc.operands(dtype)
+        rows = None if probs is None else probs.reshape(-1)
+        needs_grad = any(c.requires_grad for c in basic_op_ctxs)
+        activation, block = self.act.activation, self.act.glu_interleave
+        y, preact = kernels.grouped_gemm_act(
+            x, weights, offsets, activation, self.fc.bias(dtype), rows, block, save_preact=needs_grad
+        )
+        if needs_grad:
+            ctx.input_shape, ctx.dtype = input_.shape, dtype
+            ctx.probs_shape = probs.shape if probs is not None and probs.requires_grad else None
+            ctx.save_for_backward(x if self.fc.needs_weight_grad else None, preact, offsets, rows, *weights)
+        return y.view(*input_.shape[:-1], y.shape[1]), [()] * len(basic_op_ctxs)
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
+        ctx = basic_op_ctxs[0]
+        x, preact, offsets, rows, *weights = ctx.saved_tensors
+        grads, extra_grads = no_grads(self.fusible_parts())
+        width = self.fc.out_features // self.act.activation.halves
+        dy = grad_output.reshape(-1, width).to(ctx.dtype).contiguous()
+        dpreact, dprobs = kernels.dact(
+            dy, preact, offsets, rows, self.act.activation, need_dprobs=ctx.probs_shape is not None
+        )
+        block = self.act.glu_interleave
+        self.fc.put_grads(grads, kernels, dpreact, x, offsets, glu_interleave=block)
+        if dprobs is not None:
+            extra_grads[self.act_at] = [dprobs.to(ctx.dtype).view(ctx.probs_shape)]
+        dx = None
+        if ctx.input_requires_grad:
+            dx = kernels.grouped_gemm_dgrad(dpreact, weights, offsets, block).view(ctx.input_shape)
+        return dx, grads, extra_grads

@@ -1,0 +1,131 @@
+"""GroupedMLP: linear, activation, linear as two kernels forward and five backward (without bias)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cute_kernels import ops as kernels
+from fusible_ops.activations import ScaledActivation
+from fusible_ops.fused.parts import activation_at, linear_at, no_grads
+from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
+
+
+class GroupedMLP(FusedOperation):
+    """y = W2_g act(W1_g x + b1_g)·p + b2_g, grouped or dense.
+
+    Forward: product + activation (× probs), the pre-activation kept for backward; product (+ bias, scaled by its scales).
+    Backward: product + activation gradient (with the recomputed activation and the gradient of probs), two weight
+    gradients, the input's gradient, bias gradients. The activation itself is never stored.
+
+    The two linears may be given different split sizes; each uses its own. Only then must the tail of what lies between them be
+    defined, and the kernels zero it.
+    """
+
+    def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
+        super().__init__(basic_ops)
+        ops = self.fusible_parts()
+        self.fc1, self.act_at = linear_at(ops, 0)
+        self.act = activation_at(ops, self.act_at)
+        self.fc2, end = linear_at(ops, self.act_at + 1)
+        if end != len(ops):
+            raise TypeError(f"GroupedMLP takes linear, activation, linear; got {len(ops) - end} more ops")
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor]],
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
+        ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs
+        probs = extras[self.act_at][0] if isinstance(self.act, ScaledActivation) else None
+        self._check(input_, extras, probs)
+        dtype = ctx.compute_dtype(self.fc1.weight_dtype)
+        x = input_.reshape(-1, self.fc1.in_features).to(dtype)
+        splits1, splits2 = self.fc1.split_sizes(extras), self.fc2.split_sizes(extras)
+        offsets1 = self.fc1.offsets(kernels, x.shape[0], extras)
+        offsets2 = offsets1 if splits1 is splits2 else self.fc2.offsets(kernels, x.shape[0], extras)
+        weights1, weights2 = self.fc1.operands(dtype), self.fc2.operands(dtype)
+        rows = None if probs is None else probs.reshape(-1)
+        scales = self.fc2.scales(extras)
+        bias2 = self.fc2.bias(dtype)
+        needs_grad = any(c.requires_grad for c in basic_op_ctxs)
+        act, preact = kernels.grouped_gemm_act(
+            x,
+            weights1,
+            offsets1,
+            self.act.activation,
+            self.fc1.bias(dtype),
+            rows,
+            self.act.glu_interleave,
+            save_preact=needs_grad,
+            zero_tail=offsets2 is not offsets1,
+        )
+        y = kernels.grouped_gemm(act, weights2, offsets2, bias2, None if scales is None else scales.reshape(-1))
+        if needs_grad:
+            ctx.same_offsets = offsets2 is offsets1
+            ctx.probs_require_grad = probs is not None and probs.requires_grad
+            ctx.scales_require_grad = scales is not None and scales.requires_grad
+            ctx.probs_shape = None if probs is None else probs.shape
+            ctx.scales_shape = None if scales is None else scales.shape
+            ctx.input_shape, ctx.dtype, ctx.num_weights1 = input_.shape, dtype, len(weights1)
+            ctx.save_for_backward(
+                x if self.fc1.needs_weight_grad else None,
+                preact,
+                offsets1,
+                offsets2,
+                rows,
+                None if scales is None else scales.reshape(-1),
+                bias2 if ctx.scales_require_grad else None,
+                *weights1,
+                *weights2,
+            )
+        return y.view(*input_.shape[:-1], self.fc2.out_features), [()] * len(basic_op_ctxs)
+
+    def _check(self, x: Tensor, extras: Sequence[Sequence[Tensor]], probs: Tensor | None) -> None:
+        self.fc1.check(x, extras)
+        if probs is not None:
+            self.act.check_scales(x, probs)  # type: ignore[attr-defined]
+        self.fc2.check_extras(x, extras)
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
+        ctx = basic_op_ctxs[0]
+        x, preact, offsets1, offsets2, rows, scales, bias2, *weights = ctx.saved_tensors
+        weights1, weights2 = weights[: ctx.num_weights1], weights[ctx.num_weights1 :]
+        grads, extra_grads = no_grads(self.fusible_parts())
+        dy = grad_output.reshape(-1, self.fc2.out_features).to(ctx.dtype).contiguous()
+        dpreact, act, dprobs = kernels.grouped_gemm_dact(
+            dy,
+            weights2,
+            offsets2,
+            preact,
+            self.act.activation,
+            rows,
+            need_act=self.fc2.needs_weight_grad,
+            need_dprobs=ctx.probs_require_grad,
+            zero_tail=not ctx.same_offsets,
+        )
+        self.fc2.put_grads(grads, kernels, dy, act, offsets2, scales=scales)
+        block = self.act.glu_interleave
+        self.fc1.put_grads(grads, kernels, dpreact, x, offsets1, glu_interleave=block)
+        dx = None
+        if ctx.input_requires_grad:
+            dx = kernels.grouped_gemm_dgrad(dpreact, weights1, offsets1, block).view(ctx.input_shape)
+        if dprobs is not None:
+            extra_grads[self.act_at] = [dprobs.to(ctx.dtype).view(ctx.probs_shape)]
+        if ctx.scales_require_grad:
+            dscales = kernels.grouped_dscale(dy, bias2, offsets2).view(ctx.scales_shape)
+            extra_grads[self.fc2.at] = [None, dscales]
+        return dx, grads, extra_grads

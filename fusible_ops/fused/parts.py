@@ -1,0 +1,147 @@
+"""What fused operations see of a linear: a GroupedLinear, or a BasicLinear with its Bias, behind one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible_ops.activations import ActivationOperation
+from fusible_ops.grouped_linear import GroupedLinear
+from fusible_ops.linear import BasicLinear, Bias
+from fusible_ops.op import BasicOperation, ParamGrads
+from fusible_ops.parameters import WeightGrad, accumulate_main_grads, as_bias, as_operands
+
+Extras = Sequence[Sequence[Tensor]]
+
+
+class GroupedPart:
+    """A GroupedLinear at position `at` of the fused basic ops."""
+
+    def __init__(self, op: GroupedLinear, at: int) -> None:
+        self.op, self.at = op, at
+        self.in_features, self.out_features = op.in_features, op.out_features
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return self.op.weight_dtype
+
+    @property
+    def needs_weight_grad(self) -> bool:
+        return self.op.weights_require_grad()
+
+    def check(self, x: Tensor, extras: Extras) -> None:
+        """As the op itself checks its inputs."""
+        self.op.check_inputs(x, extras[self.at])
+
+    def check_extras(self, rows: Tensor, extras: Extras) -> None:
+        """The same without the input, which is internal; `rows` is any tensor with its leading dimensions and device."""
+        self.op.check_inputs(rows.new_empty(1).expand(*rows.shape[:-1], self.in_features), extras[self.at])
+
+    def offsets(self, kernels: Any, rows: int, extras: Extras) -> Tensor:
+        return kernels.group_offsets(extras[self.at][0], rows)
+
+    def split_sizes(self, extras: Extras) -> Tensor | None:
+        return extras[self.at][0]
+
+    def operands(self, dtype: torch.dtype) -> list[Tensor]:
+        return as_operands(self.op.weight_parameters(), dtype)
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        return as_bias(self.op.bias_parameters(), dtype) if self.op.has_bias else None
+
+    def scales(self, extras: Extras) -> Tensor | None:
+        return extras[self.at][1] if self.op.scale_bias else None
+
+    def put_grads(
+        self, grads: list[ParamGrads], kernels: Any, dy: Tensor, x: Tensor | None, offsets: Tensor, **layout: Any
+    ) -> None:
+        """Compute the parameters' gradients and put them in this op's place. `layout`: scales, glu_interleave."""
+        grads[self.at] = self.op.parameter_grads(kernels, dy, x, offsets, **layout)
+
+
+class DensePart:
+    """A BasicLinear at position `at`, and the Bias after it if there is one: one group that holds every row."""
+
+    def __init__(self, linear: BasicLinear, bias: Bias | None, at: int) -> None:
+        self.op, self.bias_op, self.at = linear, bias, at
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return self.op.weight_dtype
+
+    @property
+    def needs_weight_grad(self) -> bool:
+        return self.op.weight.requires_grad
+
+    def check(self, x: Tensor, extras: Extras) -> None:
+        self.op.check_input(x)
+
+    def check_extras(self, rows: Tensor, extras: Extras) -> None:
+        """A dense linear has no extra inputs."""
+
+    def offsets(self, kernels: Any, rows: int, extras: Extras) -> Tensor:
+        return kernels.group_offsets(torch.full((1,), rows, dtype=torch.int32, device=self.op.weight.device), rows)
+
+    def split_sizes(self, extras: Extras) -> Tensor | None:
+        return None
+
+    def operands(self, dtype: torch.dtype) -> list[Tensor]:
+        return as_operands([self.op.weight], dtype)
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        return None if self.bias_op is None else as_bias([self.bias_op.bias], dtype)
+
+    def scales(self, extras: Extras) -> Tensor | None:
+        return None
+
+    def put_grads(
+        self,
+        grads: list[ParamGrads],
+        kernels: Any,
+        dy: Tensor,
+        x: Tensor | None,
+        offsets: Tensor,
+        scales: Tensor | None = None,
+        glu_interleave: int = 0,
+    ) -> None:
+        weight = self.op.weight
+        if x is not None and weight.requires_grad:
+            grad = WeightGrad(kernels, dy, x, offsets, glu_interleave)
+            if self.op.accumulate_into_main_grad:
+                grads[self.at] = accumulate_main_grads([weight], grad)
+            else:
+                grads[self.at] = grad.compute([weight])
+        if self.bias_op is not None and self.bias_op.bias.requires_grad:
+            grads[self.at + 1] = [kernels.grouped_dbias(dy, offsets, None, glu_interleave).to(dy.dtype).squeeze(0)]
+
+
+LinearPart = GroupedPart | DensePart
+
+
+def linear_at(ops: Sequence[BasicOperation], at: int) -> tuple[LinearPart, int]:
+    """(the linear that starts at position `at`, the position after it)."""
+    op = ops[at]
+    if isinstance(op, GroupedLinear):
+        return GroupedPart(op, at), at + 1
+    if isinstance(op, BasicLinear):
+        after = ops[at + 1] if at + 1 < len(ops) else None
+        bias = after if isinstance(after, Bias) else None
+        return DensePart(op, bias, at), at + (1 if bias is None else 2)
+    raise TypeError(f"expected GroupedLinear or BasicLinear at position {at}, got {type(op).__name__}")
+
+
+def activation_at(ops: Sequence[BasicOperation], at: int) -> ActivationOperation:
+    """The activation at position `at`."""
+    op = ops[at]
+    if not isinstance(op, ActivationOperation):
+        raise TypeError(f"expected an activation at position {at}, got {type(op).__name__}")
+    return op
+
+
+def no_grads(ops: Sequence[BasicOperation]) -> tuple[list[ParamGrads], list[ParamGrads]]:
+    """Empty places for the gradients of all parameters, and of all extra inputs."""
+    return [[None] * len(list(op.parameters())) for op in ops], [[None] * op.num_extra_inputs for op in ops]

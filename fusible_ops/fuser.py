@@ -1,0 +1,263 @@
+"""OperationFuser: a run of adjacent ops, planned once and run as one autograd function.
+
+Forward and backward walk over steps: an unfused basic op, or a fused operation over several. Which, the plan says
+(`patterns.plan`); it depends on the chain, the device and the compute dtype, and is kept for each of those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cute_kernels.limits import dtype_name
+from cute_kernels.target import Target
+from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from patterns import RULES, Chain, Plan, Rule, explain, plan
+
+ON_UNFUSED = ("allow", "warn", "error")
+
+
+@dataclass(frozen=True)
+class _Step:
+    """`op` runs basic ops `start` to `stop`."""
+
+    op: BasicOperation | FusedOperation
+    start: int
+    stop: int
+
+
+class _Call:
+    """One forward of a run, and what its backward needs."""
+
+    def __init__(
+        self,
+        steps: Sequence[_Step],
+        contexts: list[OperationContext],
+        extra_inputs: list[Sequence[Tensor]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> None:
+        self.steps = steps
+        self.contexts = contexts
+        self.extra_inputs = extra_inputs
+        self.kwargs = kwargs
+        self.param_counts: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            span = slice(step.start, step.stop)
+            x, _ = step.op.fuser_forward(
+                self.contexts[span],
+                x,
+                basic_op_extra_inputs=self.extra_inputs[span],
+                prev_op_grad_output_quantizer=None,
+                next_op_input_quantizer=None,
+                basic_op_kwargs=self.kwargs[span],
+            )
+        return x
+
+    def take_saved(self) -> list[Tensor | None]:
+        """What all ops asked to keep, in order; the call itself keeps nothing."""
+        saved = [t for ctx in self.contexts for t in ctx.to_save]
+        self.saved_counts = [len(ctx.to_save) for ctx in self.contexts]
+        self.extra_counts = [len(extras) for extras in self.extra_inputs]
+        for ctx in self.contexts:
+            ctx.to_save = ()
+        self.extra_inputs, self.kwargs = [], []
+        return saved
+
+    def backward(self, saved: Sequence[Tensor | None], grad: Tensor | None) -> list[Tensor | None]:
+        """Gradients of (x, all parameters, all extra inputs)."""
+        at = 0
+        for ctx, count in zip(self.contexts, self.saved_counts, strict=True):
+            ctx.saved_tensors = tuple(saved[at : at + count])
+            at += count
+        param_grads: list[Sequence[Tensor | None]] = [[None] * n for n in self.param_counts]
+        extra_grads: list[Sequence[Tensor | None]] = [[None] * n for n in self.extra_counts]
+        for step in reversed(self.steps):
+            span = slice(step.start, step.stop)
+            contexts = self.contexts[span]
+            if not any(ctx.requires_grad for ctx in contexts):
+                grad = None
+                break
+            grad, params, extras = step.op.fuser_backward(
+                contexts, grad, basic_op_grad_extra_outputs=[()] * len(contexts)
+            )
+            param_grads[span] = params
+            extra_grads[span] = extras
+            for ctx in contexts:
+                ctx.saved_tensors = ()
+        for got, wanted in zip(param_grads, self.param_counts, strict=True):
+            if len(got) != wanted:
+                raise RuntimeError(f"an op returned {len(got)} parameter gradients, but it has {wanted} parameters")
+        return [grad, *(g for grads in param_grads for g in grads), *(g for grads in extra_grads for g in grads)]
+
+
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Ops choose their compute dtype themselves, so autocast must not touch the products inside them."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+class _Run(torch.autograd.Function):
+    """A `_Call` as one autograd node. Arguments after `call`: all parameters, then all extra inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: _Call, *tensors: Tensor) -> Tensor:
+        y = call.forward(x)
+        ctx.call = call
+        ctx.save_for_backward(*call.take_saved())
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        with _without_autocast(grad_output.device):
+            dx, *rest = ctx.call.backward(ctx.saved_tensors, grad_output)
+        return dx, None, *rest
+
+
+class OperationFuser:
+    """A run of ops. Call it as `fuser(x, *extra_inputs)`.
+
+    ops: basic ops and containers (`Linear`). names: what explain() and errors call them. rules: the rule set, `()` for none.
+    on_unfused: "allow", "warn" (once for each plan) or "error" (RuntimeError at the first call) where an op runs unfused.
+    Errors: ValueError if two neighbours' widths differ, if extra inputs are missing or too many, for an unknown on_unfused.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[FusibleOperation],
+        names: Sequence[str] | None = None,
+        rules: tuple[Rule, ...] = RULES,
+        on_unfused: str = "allow",
+    ) -> None:
+        self.ops = list(ops)
+        self.names = list(names) if names is not None else ["" for _ in ops]
+        self.rules = rules
+        self.on_unfused = on_unfused
+        self.basic_ops = [part for op in self.ops for part in op.fusible_parts()]
+        self.num_extra_inputs = sum(op.num_extra_inputs for op in self.basic_ops)
+        self._linear = next((op for op in self.basic_ops if hasattr(op, "weight_dtype")), None)
+        self._steps: dict[Any, list[_Step]] = {}
+        self._check_widths()
+
+    def _check_widths(self) -> None:
+        """ValueError where an op cannot take what the op before it gives."""
+        width, source = None, ""
+        for name, op in zip(self.names, self.ops, strict=True):
+            for part in op.fusible_parts():
+                title = f"{type(part).__name__} {part.name or name}".rstrip()
+                wanted = part.input_width()
+                if width is not None and wanted is not None and wanted != width:
+                    raise ValueError(f"{source} gives {width} columns, but {title}, which follows it, takes {wanted}")
+                try:
+                    width, source = part.output_width(wanted if width is None else width), title
+                except ValueError as error:
+                    raise ValueError(f"{title}, after {source}: {error}" if source else f"{title}: {error}") from None
+
+    # -- planning --------------------------------------------------------------------------------------------------
+
+    def plan(self, target: Target, dtype: torch.dtype | None = None) -> Plan:
+        """What runs what on `target`. dtype: the compute dtype; None means the first linear's."""
+        if dtype is None:
+            dtype = self._linear.weight_dtype if self._linear is not None else torch.get_default_dtype()  # type: ignore[union-attr]
+        specs = [replace(op.describe(), name=op.name or name) for name, op in zip(self.names, self.ops, strict=True)]
+        return plan(Chain(tuple(specs), dtype_name(dtype)), target, self.rules)
+
+    def _build_steps(self, device: torch.device, dtype: torch.dtype) -> list[_Step]:
+        made = self.plan(Target.of(device), dtype)
+        if made.unfused and self.on_unfused != "allow":
+            text = explain(made)
+            if self.on_unfused == "error":
+                raise RuntimeError(f"some ops run unfused, and on_unfused='error':\n{text}")
+            warnings.warn(f"some ops run unfused:\n{text}", stacklevel=4)
+        steps, at = [], 0
+        for planned in made.steps:
+            parts = [part for op in self.ops[planned.start : planned.stop] for part in op.fusible_parts()]
+            if planned.program is not None:
+                steps.append(_Step(_load(planned.program)(parts), at, at + len(parts)))
+            else:
+                steps += [_Step(part, at + i, at + i + 1) for i, part in enumerate(parts)]
+            at += len(parts)
+        return steps
+
+    def steps(self, x: Tensor, autocast_dtype: torch.dtype | None) -> list[_Step]:
+        """The steps for an input like x; planned when first asked."""
+        dtype = autocast_dtype or (x.dtype if self._linear is None else self._linear.weight_dtype)  # type: ignore[union-attr]
+        key = (x.device, dtype)
+        steps = self._steps.get(key)
+        if steps is None:
+            steps = self._steps[key] = self._build_steps(x.device, dtype)
+        return steps
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self, x: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Sequence[dict[str, Any]] | None = None
+    ) -> Tensor:
+        self._check_call(x, extra_inputs, basic_op_kwargs)
+        autocast_dtype = (
+            torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+        )
+        extras, at = [], 0
+        for op in self.basic_ops:
+            extras.append(extra_inputs[at : at + op.num_extra_inputs])
+            at += op.num_extra_inputs
+        params = [list(op.parameters()) for op in self.basic_ops]
+        first = self._first_op_requiring_grad(x, params, extras)
+        contexts = [
+            OperationContext(i >= first, i > first or (i == first == 0 and x.requires_grad), autocast_dtype)
+            for i in range(len(self.basic_ops))
+        ]
+        kwargs = basic_op_kwargs or [{} for _ in self.basic_ops]
+        call = _Call(self.steps(x, autocast_dtype), contexts, extras, kwargs)
+        with _without_autocast(x.device):
+            if first == len(self.basic_ops):
+                with torch.no_grad():
+                    return call.forward(x)
+            call.param_counts = [len(p) for p in params]
+            return _Run.apply(x, call, *(p for ps in params for p in ps), *extra_inputs)
+
+    def _check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], kwargs: Sequence[dict[str, Any]] | None) -> None:
+        if len(extra_inputs) != self.num_extra_inputs:
+            wants = [f"{op.label()}: {op.num_extra_inputs}" for op in self.basic_ops if op.num_extra_inputs]
+            detail = f" ({', '.join(wants)})" if wants else ""
+            raise ValueError(f"Expected {self.num_extra_inputs} extra inputs but got {len(extra_inputs)}{detail}")
+        if not isinstance(x, Tensor):
+            raise TypeError(f"the input must be a tensor, got {type(x).__name__}")
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError("fusible_ops does not run under torch.func transforms (grad, vmap, jvp); use autograd")
+        if torch.compiler.is_exporting():
+            raise RuntimeError("fusible_ops cannot be exported with torch.export")
+        for op, given in zip(self.basic_ops, kwargs or (), strict=bool(kwargs)):
+            if op.known_kwargs is not None and (unknown := set(given) - set(op.known_kwargs)):
+                raise TypeError(f"{op.label()} takes no keyword argument {sorted(unknown)[0]!r}")
+
+    @staticmethod
+    def _first_op_requiring_grad(
+        x: Tensor, params: Sequence[Sequence[Tensor]], extras: Sequence[Sequence[Tensor]]
+    ) -> int:
+        """The first op through which a gradient flows; the number of ops if none does."""
+        if not torch.is_grad_enabled():
+            return len(params)
+        if x.requires_grad:
+            return 0
+        for i, (own, given) in enumerate(zip(params, extras, strict=True)):
+            if any(t.requires_grad for t in own) or any(t.requires_grad for t in given):
+                return i
+        return len(params)
+
+
+def _load(program: str) -> type[FusedOperation]:
+    """The fused operation with the dotted name "package.module:Class"."""
+    module, _, name = program.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,308 @@
+"""GroupedLinear: one linear map for each group of rows."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from cute_kernels import reference
+from cute_kernels.limits import dtype_name
+from fusible_ops import checks
+from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
+from fusible_ops.parameters import WeightGrad, accumulate_main_grads, as_bias, as_operands, pack_
+from patterns.chain import OpSpec
+
+
+class GroupedLinear(BasicOperation):
+    """y = x W_gᵀ + b_g for the rows of group g; with `scale_bias`, y = x W_gᵀ + s_row·b_g.
+
+    Extra inputs: `split_sizes`, int32 or int64 [G] on the input's device: rows of each group, in order. Then `scales`, float, one
+    per row, if `scale_bias` (and `bias`). Splits stay on the device; their sum may be below the row count T, and
+    the rows past it come out as exactly zero (and get a zero gradient).
+
+    Input [..., K], output [..., N] in the weights' dtype (or autocast's). Sums are FP32, rounded once after the bias.
+
+    num_groups, in_features, out_features: G, K, N. bias: whether there is one. device: None means CUDA if there is one,
+    else CPU. dtype: float32, float16, bfloat16 or float64 (None: torch's default). accumulate_into_main_grad: add weight
+    gradients to `weight.main_grad` instead of returning them. single_grouped_weight, single_grouped_bias: one
+    parameter `weight [G, N, K]`, `bias [G, N]` instead of `weight{i}`, `bias{i}`. delay_wgrad_compute: weight
+    gradients wait for `backward_dw()`. rng_state_tracker_function: its `.fork()` surrounds the initialisation.
+
+    Errors: ValueError for sizes <= 0, a wrong split count, last dimension or device; TypeError for wrong dtypes.
+    Source: the interface is that of transformer_engine.pytorch.ops.GroupedLinear (2.20).
+    """
+
+    known_kwargs = ()
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        delay_wgrad_compute: bool = False,
+        scale_bias: bool = False,
+    ) -> None:
+        checks.positive("GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features)
+        self.num_extra_inputs = 2 if scale_bias and bias else 1  # type: ignore[assignment]
+        super().__init__()
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.has_bias = bias
+        self.scale_bias = scale_bias and bias
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.single_grouped_weight = single_grouped_weight
+        self.single_grouped_bias = single_grouped_bias and bias
+        self._rng_state_tracker_function = rng_state_tracker_function
+        self._delayed: deque[WeightGrad] = deque()
+        self._wgrad_hooks: list[Callable[[], Any]] = []
+        factory = {
+            "device": checks.default_device(device),
+            "dtype": checks.float_dtype("GroupedLinear", dtype or torch.get_default_dtype()),
+        }
+        weight = torch.empty(num_groups, out_features, in_features, **factory)
+        biases_first = single_grouped_weight and not single_grouped_bias  # Transformer Engine's parameter order
+        if not biases_first:
+            self._register("weight", weight, self.single_grouped_weight)
+        if bias:
+            self._register("bias", torch.empty(num_groups, out_features, **factory), self.single_grouped_bias)
+        if biases_first:
+            self._register("weight", weight, self.single_grouped_weight)
+        if not weight.is_meta:
+            self.reset_parameters()
+
+    def _register(self, name: str, buffer: Tensor, single: bool) -> None:
+        """`name` as one parameter, or `name{g}` as views of the buffer."""
+        if single:
+            self.register_parameter(name, Parameter(buffer))
+            return
+        for g in range(self.num_groups):
+            self.register_parameter(f"{name}{g}", Parameter(buffer[g]))
+
+    def reset_parameters(self) -> None:
+        """Each expert as `torch.nn.Linear` draws it (kaiming_uniform, a=√5), in order; biases zero."""
+        if next(self.parameters()).is_meta:
+            self.to_empty(device=checks.default_device(None))
+        tracker = self._rng_state_tracker_function
+        with tracker().fork() if tracker else nullcontext(), torch.no_grad():
+            for w in self.expert_weights():
+                nn.init.kaiming_uniform_(w, a=math.sqrt(5))
+            for b in self.bias_parameters():
+                b.zero_()
+
+    # -- parameters ------------------------------------------------------------------------------------------------
+
+    def weight_parameters(self) -> list[Parameter]:
+        """`[weight]`, or `[weight0, …]`."""
+        return self._named("weight", self.single_grouped_weight)
+
+    def bias_parameters(self) -> list[Parameter]:
+        """`[bias]`, `[bias0, …]`, or nothing."""
+        return self._named("bias", self.single_grouped_bias) if self.has_bias else []
+
+    def _named(self, name: str, single: bool) -> list[Parameter]:
+        held = self._parameters
+        return [held[name]] if single else [held[f"{name}{g}"] for g in range(self.num_groups)]  # type: ignore[list-item]
+
+    def expert_weights(self) -> Iterator[Tensor]:
+        """Each expert's [N, K] weight, as a view."""
+        weights = self.weight_parameters()
+        return iter(weights[0].unbind(0) if self.single_grouped_weight else weights)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def _pack(self) -> None:
+        if not self.single_grouped_weight:
+            pack_(self.weight_parameters())
+        if self.has_bias and not self.single_grouped_bias:
+            pack_(self.bias_parameters())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinear:
+        super()._apply(fn, recurse)
+        self._pack()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Weight gradients that wait belong to a graph, not to the op: a copy has none."""
+        return {**self.__dict__, "_delayed": deque()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._pack()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes either layout, `weight{i}` or one `weight`, whichever this op itself has."""
+        for name, single in (("weight", self.single_grouped_weight), ("bias", self.single_grouped_bias)):
+            keys = [f"{prefix}{name}{g}" for g in range(self.num_groups)]
+            if single and all(key in state_dict for key in keys):
+                state_dict[f"{prefix}{name}"] = torch.stack([state_dict.pop(key) for key in keys])
+            elif not single and getattr(state_dict.get(f"{prefix}{name}"), "shape", [None])[0] == self.num_groups:
+                state_dict.update(zip(keys, state_dict.pop(f"{prefix}{name}").unbind(0), strict=True))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.has_bias}" + (", scale_bias=True" if self.scale_bias else "")
+        )
+
+    def describe(self) -> OpSpec:
+        return OpSpec(
+            "grouped_linear",
+            self.name,
+            {
+                "num_groups": self.num_groups,
+                "in_features": self.in_features,
+                "out_features": self.out_features,
+                "has_bias": self.has_bias,
+                "scale_bias": self.scale_bias,
+                "dtype": dtype_name(self.weight_dtype),
+                "accumulate_into_main_grad": self.accumulate_into_main_grad,
+                "delay_wgrad": self.delay_wgrad_compute,
+                "single_grouped_weight": self.single_grouped_weight,
+                "single_grouped_bias": self.single_grouped_bias,
+            },
+        )
+
+    # -- forward and backward --------------------------------------------------------------------------------------
+
+    def input_width(self) -> int | None:
+        return self.in_features
+
+    def output_width(self, incoming: int | None) -> int | None:
+        return self.out_features
+
+    def check_inputs(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> None:
+        """Everything that can be said about the inputs without asking the device."""
+        owner = self.label()
+        checks.float_input(owner, x)
+        checks.last_dimension(owner, x, self.in_features)
+        device = next(self.parameters()).device
+        checks.same_device(owner, "the input", x, device)
+        checks.split_sizes(owner, extra_inputs[0], self.num_groups, device)
+        if self.scale_bias:
+            checks.row_scales(owner, "scales", extra_inputs[1], x)
+        if self.has_bias and self.weights_require_grad() != self.bias_parameters()[0].requires_grad:
+            raise RuntimeError(f"{owner}: weights and biases must agree in requires_grad")
+
+    def weights_require_grad(self) -> bool:
+        return self.weight_parameters()[0].requires_grad
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor]],
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+        kernels: Any = reference,
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
+        ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs[0]
+        self.check_inputs(input_, extras)
+        dtype = ctx.compute_dtype(self.weight_dtype)
+        x = input_.reshape(-1, self.in_features).to(dtype)
+        offsets = kernels.group_offsets(extras[0], x.shape[0])
+        weights = as_operands(self.weight_parameters(), dtype)
+        bias = as_bias(self.bias_parameters(), dtype) if self.has_bias else None
+        scales = extras[1].reshape(-1) if self.scale_bias else None
+        y = kernels.grouped_gemm(x, weights, offsets, bias, scales)
+        if ctx.requires_grad:
+            ctx.input_shape, ctx.num_weights = input_.shape, len(weights)
+            ctx.scales_require_grad = scales is not None and extras[1].requires_grad
+            keep_x = x if self.weights_require_grad() else None
+            keep_bias = bias if ctx.scales_require_grad else None
+            keep_weights = weights if ctx.input_requires_grad else []
+            ctx.save_for_backward(keep_x, offsets, scales, keep_bias, *keep_weights)
+        return y.view(*input_.shape[:-1], self.out_features), [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]] = ((),),
+        kernels: Any = reference,
+    ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
+        ctx = basic_op_ctxs[0]
+        x, offsets, scales, bias, *weights = ctx.saved_tensors
+        dtype = ctx.compute_dtype(self.weight_dtype)
+        dy = grad_output.reshape(-1, self.out_features).to(dtype).contiguous()
+        dx = None
+        if ctx.input_requires_grad:
+            dx = kernels.grouped_gemm_dgrad(dy, weights, offsets).view(ctx.input_shape)
+        dscales = kernels.grouped_dscale(dy, bias, offsets) if ctx.scales_require_grad else None
+        grads = self.parameter_grads(kernels, dy, x, offsets, scales)
+        return dx, [grads], [[None, dscales] if self.scale_bias else [None]]
+
+    def parameter_grads(
+        self,
+        kernels: Any,
+        dy: Tensor,
+        x: Tensor | None,
+        offsets: Tensor,
+        scales: Tensor | None = None,
+        glu_interleave: int = 0,
+    ) -> list[Tensor | None]:
+        """Gradients in `parameters()` order, or None for weights whose gradient went elsewhere or waits.
+
+        dy [T, N] (as `[gate | linear]` if glu_interleave), x [T, K] (None if the weights are frozen).
+        """
+        weights, biases = self.weight_parameters(), self.bias_parameters()
+        if not self.weights_require_grad() or x is None:
+            return [None] * (len(weights) + len(biases))
+        grads = dict(zip(weights, self._weight_grads(WeightGrad(kernels, dy, x, offsets, glu_interleave)), strict=True))
+        if biases:
+            db = kernels.grouped_dbias(dy, offsets, scales, glu_interleave).to(dy.dtype)
+            grads.update(zip(biases, [db] if self.single_grouped_bias else db.unbind(0), strict=True))
+        return [grads[p] for p in self.parameters()]
+
+    def _weight_grads(self, grad: WeightGrad) -> Sequence[Tensor | None]:
+        weights = self.weight_parameters()
+        if self.delay_wgrad_compute:
+            self._delayed.append(grad)
+            return [None] * len(weights)
+        if self.accumulate_into_main_grad:
+            return accumulate_main_grads(weights, grad)
+        return grad.compute(weights)
+
+    # -- delayed weight gradients ----------------------------------------------------------------------------------
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients may be delayed to `backward_dw`."""
+        return self.delay_wgrad_compute
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Call `hook()` after each `backward_dw`."""
+        self._wgrad_hooks.append(hook)
+
+    def backward_dw(self) -> None:
+        """Compute the oldest weight gradient that waits, into `main_grad` or added to `.grad`; nothing if none does."""
+        if not self._delayed:
+            return
+        grad, weights = self._delayed.popleft(), self.weight_parameters()
+        with torch.no_grad():
+            if self.accumulate_into_main_grad:
+                accumulate_main_grads(weights, grad)
+            else:
+                for w, dw in zip(weights, grad.compute(weights), strict=True):
+                    w.grad = dw.to(w.dtype) if w.grad is None else w.grad + dw
+        for hook in self._wgrad_hooks:
+            hook()

@@ -1,0 +1,234 @@
+"""Dense linears: BasicLinear (a weight), Bias, and Linear, which is the two together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+from cute_kernels import reference
+from cute_kernels.limits import dtype_name
+from fusible_ops import checks
+from fusible_ops.op import BasicOperation, FusibleOperation, OperationContext
+from fusible_ops.parameters import WeightGrad, accumulate_main_grads
+from patterns.chain import OpSpec
+
+
+def _no_tensor_parallelism(owner: str, mode: str | None) -> None:
+    if mode not in (None, "column", "row"):
+        raise ValueError(f"{owner}: tensor_parallel_mode must be None, 'column' or 'row', got {mode!r}")
+    if mode is not None:
+        raise NotImplementedError(f"{owner}: tensor_parallel_mode={mode!r} is not supported; only None is")
+
+
+class BasicLinear(BasicOperation):
+    """y = x Wᵀ. Input [..., K], weight [N, K], output [..., N] in the weight's dtype (or autocast's).
+
+    in_features, out_features: K, N. device: None means CUDA if there is one, else CPU. accumulate_into_main_grad: add the
+    weight gradient to `weight.main_grad` instead of returning it. rng_state_tracker_function: its `.fork()` surrounds the
+    initialisation, which is `torch.nn.Linear`'s (kaiming_uniform, a=√5).
+    Errors: ValueError for sizes <= 0, a wrong last dimension or device; TypeError for a dtype that is not a float.
+    Source: the interface is that of transformer_engine.pytorch.ops.BasicLinear (2.20), without tensor parallelism.
+    """
+
+    known_kwargs = ()
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+    ) -> None:
+        checks.positive(type(self).__name__, in_features=in_features, out_features=out_features)
+        _no_tensor_parallelism("BasicLinear", tensor_parallel_mode)
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self._rng_state_tracker_function = rng_state_tracker_function
+        dtype = checks.float_dtype("BasicLinear", dtype or torch.get_default_dtype())
+        self.weight = Parameter(
+            torch.empty(out_features, in_features, device=checks.default_device(device), dtype=dtype)
+        )
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight as `torch.nn.Linear` does."""
+        if self.weight.is_meta:
+            self.to_empty(device=checks.default_device(None))
+        tracker = self._rng_state_tracker_function
+        with tracker().fork() if tracker else nullcontext(), torch.no_grad():
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+    def describe(self) -> OpSpec:
+        return OpSpec("basic_linear", self.name, {**self.facts(), "has_bias": False})
+
+    def facts(self) -> dict[str, object]:
+        """What the rules may know of this weight."""
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "dtype": dtype_name(self.weight.dtype),
+            "accumulate_into_main_grad": self.accumulate_into_main_grad,
+        }
+
+    def input_width(self) -> int | None:
+        return self.in_features
+
+    def output_width(self, incoming: int | None) -> int | None:
+        return self.out_features
+
+    def check_input(self, x: Tensor) -> None:
+        """Everything that can be said about the input."""
+        owner = self.label()
+        checks.float_input(owner, x)
+        checks.last_dimension(owner, x, self.in_features)
+        checks.same_device(owner, "the input", x, self.weight.device)
+
+    def op_forward(self, ctx: OperationContext, input_: Tensor, **_: Any) -> Tensor:
+        self.check_input(input_)
+        dtype = ctx.compute_dtype(self.weight.dtype)
+        x, weight = input_.to(dtype), self.weight.detach().to(dtype)
+        if ctx.requires_grad:
+            ctx.save_for_backward(x if self.weight.requires_grad else None, weight if ctx.input_requires_grad else None)
+        return F.linear(x, weight)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
+        x, weight = ctx.saved_tensors
+        dy = grad_output.to(ctx.compute_dtype(self.weight.dtype))
+        dx = dy @ weight if ctx.input_requires_grad else None
+        if x is None:
+            return dx, [None]
+        x2d, dy2d = x.reshape(-1, self.in_features), dy.reshape(-1, self.out_features)
+        rows = torch.full((1,), x2d.shape[0], dtype=torch.int32, device=x.device)
+        if not self.accumulate_into_main_grad:
+            return dx, [dy2d.t() @ x2d]
+        grad = WeightGrad(reference, dy2d, x2d, reference.group_offsets(rows, x2d.shape[0]))
+        return dx, accumulate_main_grads([self.weight], grad)
+
+
+class Bias(BasicOperation):
+    """y = x + b. Input and output [..., N], bias [N], zero at first.
+
+    size: N. device: None means CUDA if there is one, else CPU.
+    Errors: ValueError for a size <= 0, a wrong last dimension or device.
+    Source: the interface is that of transformer_engine.pytorch.ops.Bias (2.20), without tensor parallelism.
+    """
+
+    known_kwargs = ()
+
+    def __init__(
+        self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        checks.positive("Bias", size=size)
+        super().__init__()
+        self.size = size
+        dtype = checks.float_dtype("Bias", dtype or torch.get_default_dtype())
+        self.bias = Parameter(torch.zeros(size, device=checks.default_device(device), dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Set the bias to zero."""
+        if self.bias.is_meta:
+            self.to_empty(device=checks.default_device(None))
+        with torch.no_grad():
+            self.bias.zero_()
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}"
+
+    def describe(self) -> OpSpec:
+        return OpSpec("bias", self.name, {"features": self.size, "dtype": dtype_name(self.bias.dtype)})
+
+    def input_width(self) -> int | None:
+        return self.size
+
+    def output_width(self, incoming: int | None) -> int | None:
+        return self.size
+
+    def op_forward(self, ctx: OperationContext, input_: Tensor, **_: Any) -> Tensor:
+        owner = self.label()
+        checks.float_input(owner, input_)
+        checks.last_dimension(owner, input_, self.size)
+        checks.same_device(owner, "the input", input_, self.bias.device)
+        return input_ + self.bias.detach().to(ctx.compute_dtype(self.bias.dtype))
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
+        db = grad_output.reshape(-1, self.size).sum(0) if self.bias.requires_grad else None
+        return grad_output, [db]
+
+
+class Linear(FusibleOperation):
+    """y = x Wᵀ + b: a `BasicLinear` and, if `bias`, a `Bias`, under the keys `basic_ops.0`, `basic_ops.1`.
+
+    `weight` and `bias` are the inner ops' parameters. Arguments as `BasicLinear`'s.
+    Source: the interface is that of transformer_engine.pytorch.ops.Linear (2.20), without tensor parallelism.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+    ) -> None:
+        super().__init__()
+        _no_tensor_parallelism("Linear", tensor_parallel_mode)
+        checks.positive("Linear", in_features=in_features, out_features=out_features)
+        parts: list[BasicOperation] = [
+            BasicLinear(
+                in_features,
+                out_features,
+                device=device,
+                dtype=dtype,
+                rng_state_tracker_function=rng_state_tracker_function,
+                accumulate_into_main_grad=accumulate_into_main_grad,
+            )
+        ]
+        if bias:
+            parts.append(Bias(out_features, device=device, dtype=dtype))
+        self.basic_ops = nn.ModuleList(parts)
+
+    num_extra_inputs = 0  # type: ignore[assignment]
+
+    def fusible_parts(self) -> list[BasicOperation]:
+        return list(self.basic_ops)  # type: ignore[arg-type]
+
+    @property
+    def weight(self) -> Parameter:
+        return self.basic_ops[0].weight  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> Parameter | None:
+        return self.basic_ops[1].bias if len(self.basic_ops) > 1 else None  # type: ignore[return-value]
+
+    def reset_parameters(self) -> None:
+        """Draw the weight as `torch.nn.Linear` does; the bias becomes zero."""
+        for op in self.basic_ops:
+            op.reset_parameters()  # type: ignore[operator]
+
+    def describe(self) -> OpSpec:
+        linear: BasicLinear = self.basic_ops[0]  # type: ignore[assignment]
+        return OpSpec("linear", self.name, {**linear.facts(), "has_bias": len(self.basic_ops) > 1})

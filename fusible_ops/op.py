@@ -1,0 +1,216 @@
+"""The base classes of ops: what an op must provide to run alone, in a `Sequential`, or inside a fused operation.
+
+The protocol is Transformer Engine's `transformer_engine.pytorch.ops` (2.20): a `BasicOperation` gives `op_forward` and
+`op_backward` (or, if it takes extra inputs, `fuser_forward` and `fuser_backward`); a `FusedOperation` runs several
+basic ops at once through the same `fuser_*` pair. Autograd never records inside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patterns.chain import OpSpec
+
+ParamGrads = Sequence[Tensor | None]
+
+
+class OperationContext:
+    """What one basic op keeps between its forward and its backward.
+
+    requires_grad: whether any gradient flows through this op. input_requires_grad: whether its input wants one.
+    autocast_dtype: the dtype of an active `torch.autocast`, else None. Any further attribute may be attached; tensors go
+    through `save_for_backward` and are in `saved_tensors` during backward.
+    """
+
+    def __init__(
+        self, requires_grad: bool = False, input_requires_grad: bool = False, autocast_dtype: torch.dtype | None = None
+    ) -> None:
+        self.requires_grad = requires_grad
+        self.input_requires_grad = input_requires_grad
+        self.autocast_dtype = autocast_dtype
+        self.to_save: tuple[Tensor | None, ...] = ()
+        self.saved_tensors: tuple[Tensor | None, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"nothing called {name!r} was attached to this context in forward")
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors for backward; they come back, in order, as `saved_tensors`."""
+        self.to_save = tensors
+
+    def compute_dtype(self, default: torch.dtype) -> torch.dtype:
+        """The dtype an op computes in: autocast's, else `default`."""
+        return self.autocast_dtype or default
+
+
+class FusibleOperation(nn.Module):
+    """Anything that may stand in a run of ops: a basic op, or a container of some (`Linear`).
+
+    `name`: how errors and explain() call it; empty means its key in the `Sequential`.
+    """
+
+    name: str = ""
+
+    @property
+    def is_fused_op(self) -> bool:
+        return False
+
+    @property
+    def num_extra_inputs(self) -> int:
+        raise NotImplementedError
+
+    def fusible_parts(self) -> list[BasicOperation]:
+        """The basic ops this consists of, in order."""
+        raise NotImplementedError
+
+    def describe(self) -> OpSpec:
+        """This op as plain data, for the rules."""
+        raise NotImplementedError
+
+    def forward(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        """Run this op alone. `kwargs` reach its (first) basic op."""
+        from fusible_ops.fuser import OperationFuser
+
+        basic_op_kwargs: list[dict[str, Any]] = [{} for _ in self.fusible_parts()]
+        basic_op_kwargs[0] = kwargs
+        return OperationFuser([self])(input_, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+
+
+class BasicOperation(FusibleOperation):
+    """One op. Class attribute `num_extra_inputs`: how many tensors it takes besides its input.
+
+    `state_dict` has an `_extra_state` entry for every basic op, as Transformer Engine's has: an empty tensor while the op
+    holds no quantisation state.
+    """
+
+    num_extra_inputs: int = 0  # type: ignore[assignment]
+    num_extra_outputs: int = 0
+    known_kwargs: tuple[str, ...] | None = None  # names that `op_kwargs` may hold; None: the op checks them itself
+
+    def fusible_parts(self) -> list[BasicOperation]:
+        return [self]
+
+    def describe(self) -> OpSpec:
+        """An op that no rule knows: kind is the class name in lower case."""
+        return OpSpec(type(self).__name__.lower(), self.name)
+
+    def label(self) -> str:
+        """How errors call this op."""
+        return f"{type(self).__name__} {self.name}".rstrip()
+
+    def input_width(self) -> int | None:
+        """The columns this op asks of its input; None if any number will do."""
+        return None
+
+    def output_width(self, incoming: int | None) -> int | None:
+        """The columns of its output for `incoming` columns, None where unknown. ValueError for a width it cannot take."""
+        return None
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The output for `input_`. For ops without extra inputs."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement op_forward")
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
+        """(gradient of the input, gradients of the parameters in `parameters()` order)."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement op_backward")
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor]],
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
+        """(output, extra outputs for each basic op). Ops with extra inputs override this and `fuser_backward`."""
+        if self.num_extra_inputs:
+            raise RuntimeError(f"{type(self).__name__} has extra inputs, so it must override fuser_forward")
+        output = self.op_forward(
+            basic_op_ctxs[0],
+            input_,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            **basic_op_kwargs[0],
+        )
+        return output, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]] = ((),),
+    ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
+        """(gradient of the input, of the parameters for each basic op, of the extra inputs for each basic op)."""
+        if self.num_extra_inputs:
+            raise RuntimeError(f"{type(self).__name__} has extra inputs, so it must override fuser_backward")
+        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        return grad_input, [list(grad_params)], [()]
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor | None) -> None:
+        if state is not None and state.numel():
+            raise RuntimeError(
+                f"{type(self).__name__}: the checkpoint holds quantisation state ({state.numel()} bytes of _extra_state), "
+                "which this op cannot load; it has no quantisation recipe"
+            )
+
+
+class FusedOperation(FusibleOperation):
+    """Several basic ops run as one. It owns no parameters and no state of a call: plans keep and reuse it."""
+
+    def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
+        super().__init__()
+        self.basic_ops = nn.ModuleList(basic_ops)
+        if not len(self.basic_ops):
+            raise ValueError("a fused operation needs at least one basic op")
+
+    @property
+    def is_fused_op(self) -> bool:
+        return True
+
+    @property
+    def num_extra_inputs(self) -> int:
+        return sum(op.num_extra_inputs for op in self.fusible_parts())
+
+    def fusible_parts(self) -> list[BasicOperation]:
+        return list(self.basic_ops)  # type: ignore[arg-type]
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor]],
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
+        """As `BasicOperation.fuser_forward`, for all basic ops at once."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement fuser_forward")
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
+        """As `BasicOperation.fuser_backward`, for all basic ops at once."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement fuser_backward")

@@ -1,0 +1,142 @@
+"""The parameters of linears: one buffer behind many, operands for kernels, and where weight gradients go.
+
+`GroupedLinear` keeps `weight{i}` and `bias{i}` as views of one buffer, so that a kernel reads them all as one `[G, N, K]` tensor
+and nothing is stacked or copied per forward. If somebody replaced a parameter's storage, the kernels get a list instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+def are_packed(tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors are contiguous, of one shape and dtype, and lie one after another in one storage."""
+    first = tensors[0]
+    if not first.is_contiguous():
+        return False
+    step = first.numel() * first.element_size()
+    expected = first.data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    for t in tensors:
+        if t.data_ptr() != expected or t.dtype != first.dtype or t.shape != first.shape or not t.is_contiguous():
+            return False
+        if t.untyped_storage().data_ptr() != storage:
+            return False
+        expected += step
+    return True
+
+
+def pack_(parameters: Sequence[Parameter]) -> None:
+    """Move the parameters' values into one new buffer, each a view of it, unless they lie so already."""
+    first = parameters[0]
+    if first.is_meta or any(p.device != first.device or p.dtype != first.dtype for p in parameters):
+        return
+    if are_packed(parameters):
+        return
+    buffer = torch.empty(len(parameters), *first.shape, dtype=first.dtype, device=first.device)
+    with torch.no_grad():
+        for p, place in zip(parameters, buffer, strict=True):
+            place.copy_(p)
+            p.data = place
+
+
+def as_operands(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The parameters as kernels take them: `[one stacked tensor]`, or the separate tensors if they are not packed.
+
+    A dtype that differs from the parameters' (autocast) costs a cast copy.
+    """
+    first = parameters[0]
+    if len(parameters) == 1:
+        single = first.detach()
+        return [(single if single.dim() == 3 else single.unsqueeze(0)).to(dtype)]
+    if are_packed(parameters):
+        stacked = first.detach().as_strided((len(parameters), *first.shape), (first.numel(), *first.stride()))
+        return [stacked.to(dtype)]
+    return [p.detach().to(dtype) for p in parameters]
+
+
+def as_bias(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The bias parameters as one `[G, N]` tensor; stacks them only if they are not packed."""
+    first = parameters[0].detach()
+    if len(parameters) == 1:
+        return (first if first.dim() == 2 else first.unsqueeze(0)).to(dtype)
+    if are_packed(parameters):
+        return first.as_strided((len(parameters), first.numel()), (first.numel(), 1)).to(dtype)
+    return torch.stack([p.detach() for p in parameters]).to(dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Weight gradients
+
+
+@dataclass
+class WeightGrad:
+    """One weight-gradient product, computed when `compute` or `accumulate_into` is called.
+
+    dw_g = dy_gᵀ x_g. kernels: `cute_kernels.reference` or `cute_kernels.ops`. glu_interleave: how the weight's rows lie.
+    """
+
+    kernels: Any
+    dy: Tensor
+    x: Tensor
+    offsets: Tensor
+    glu_interleave: int = 0
+
+    def compute(self, weights: Sequence[Parameter]) -> list[Tensor]:
+        """A fresh gradient for each parameter; views of one buffer."""
+        dw = self.kernels.grouped_wgrad(self.dy, self.x, self.offsets, self.glu_interleave)
+        return [dw.view_as(weights[0])] if len(weights) == 1 else list(dw.unbind(0))
+
+    def write(self, out: Sequence[Tensor], accumulate: bool) -> None:
+        """Write into, or add to, the given buffers (one `[G, N, K]` or G `[N, K]`)."""
+        self.kernels.grouped_wgrad_(out, self.dy, self.x, self.offsets, self.glu_interleave, accumulate)
+
+
+def main_grads(weights: Sequence[Parameter]) -> list[Tensor]:
+    """Each weight's `main_grad` buffer, viewed as the weight is shaped. RuntimeError if one has none."""
+    buffers = []
+    for w in weights:
+        if hasattr(w, "__fsdp_param__") and hasattr(w, "get_main_grad"):
+            w.main_grad = w.get_main_grad()  # type: ignore[attr-defined]
+        buffer = getattr(w, "main_grad", None)
+        if buffer is None:
+            raise RuntimeError(
+                "accumulate_into_main_grad=True, but a weight does not have a valid main_grad attribute "
+                "(MAIN GRAD NOT FOUND); set weight.main_grad to a buffer of the weight's shape before backward"
+            )
+        if buffer.numel() != w.numel():
+            raise RuntimeError(f"main_grad has shape {tuple(buffer.shape)}, but its weight has {tuple(w.shape)}")
+        buffers.append(buffer.view(w.shape))
+    return buffers
+
+
+def accumulate_main_grads(weights: Sequence[Parameter], grad: WeightGrad) -> list[Tensor | None]:
+    """Add the product to the weights' `main_grad` (overwrite if `overwrite_main_grad`); what to return to autograd.
+
+    Where a weight has the attribute `grad_added_to_main_grad`, it is set to True and autograd gets a dummy tensor (zero if
+    `zero_out_wgrad`, else uninitialised), so that hooks still fire; without the attribute autograd gets None.
+    """
+    buffers = main_grads(weights)
+    out = buffers
+    if len(buffers) > 1 and are_packed(buffers):
+        first = buffers[0]
+        out = [first.as_strided((len(buffers), *first.shape), (first.numel(), *first.stride()))]
+    elif len(buffers) == 1 and buffers[0].dim() == 2:
+        out = [buffers[0].unsqueeze(0)]
+    grad.write(out, accumulate=not getattr(weights[0], "overwrite_main_grad", False))
+    return [_signal_added(w) for w in weights]
+
+
+def _signal_added(weight: Parameter) -> Tensor | None:
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight, requires_grad=False)
+    return torch.empty_like(weight, requires_grad=False)
