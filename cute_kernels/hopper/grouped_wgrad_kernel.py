@@ -1,25 +1,27 @@
 """dW_g = dy_gᵀ x_g for every group g: the weight gradient of a grouped linear on SM90.
 
-Shapes: dy [T, N], x [T, K] bf16 or fp16, rows contiguous (any row stride that is a multiple of 8 elements); offsets [G+1]
-int32; out [G, N, K] contiguous bf16, fp16 or fp32, or an int64 table of G addresses of [N, K] tensors. N and K are
-multiples of 8. Rows outside a group never reach its sums, whatever they hold. An empty group gives exact zeros, or, when
-accumulating, is left alone. With `interleaved`, dy's columns lie as [gate | up] and the row of a gradient goes to blocks
-of `block` gate rows, then `block` up rows.
+Shapes: dy [T, N], x [T, K] bf16 or fp16, rows contiguous (any row stride that is a multiple of 8 elements); offsets
+[G+1] int32; out [G, N, K] contiguous bf16, fp16 or fp32, or an int64 table of G addresses of [N, K] tensors. N and K
+are multiples of 8. Rows outside a group never reach its sums, whatever they hold. An empty group gives exact zeros,
+or, when accumulating, is left alone. With `interleaved`, dy's columns lie as [gate | up] and the row of a gradient
+goes to blocks of `block` gate rows, then `block` up rows.
 
 Numerics: FP32 sums, rounded once to out's type; accumulating adds that rounded value to what is there. Each element is
-written, or added to, exactly once per launch, so results are the same bits run after run. Equals `reference.grouped_wgrad`.
+written, or added to, exactly once per launch, so results are the same bits run after run. Equals
+`reference.grouped_wgrad`.
 
-Ragged loads: the summed dimension is tokens, so both operands must read zero past a group's end (0 x NaN is NaN). Each is
-viewed with two extra dimensions whose strides cancel modulo 2^64 (`ragged`); a group then begins at a coordinate such that
-its end is the end of the dimension, and the TMA unit fills in zeros. No descriptor is rewritten. (Public idea: Triton's
-ragged TMA, QuACK.)
+Ragged loads: the summed dimension is tokens, so both operands must read zero past a group's end (0 x NaN is NaN).
+Each is viewed with two extra dimensions whose strides cancel modulo 2^64 (`ragged`); a group then begins at a
+coordinate such that its end is the end of the dimension, and the TMA unit fills in zeros. No descriptor is rewritten.
+(Public idea: Triton's ragged TMA, QuACK.)
 
-Roles, 384 threads: warpgroup 0 is the producer (one warp issues TMA); warpgroups 1 and 2 multiply, 64 rows of the 128 x 256
-tile each, and store. Pipelines: operand ring of 4 stages, producer -> 8 consumer warps. Schedule: persistent; CTA c takes
-tiles c, c + grid, ... of the static list (group, column tile, row tile), row tiles fastest.
-Timeline of a consumer warp: wait for a stage, 4 WGMMA, release the stage before it; after the last stage round its 16 rows
-in pieces of 256 bytes into its own staging rows (272 bytes apart: conflict-free stmatrix) and hand every row to a bulk copy or a bulk
-reduce-add, which run while the next piece is rounded. The producer meanwhile fills the ring for the next tile.
+Roles, 384 threads: warpgroup 0 is the producer (one warp issues TMA); warpgroups 1 and 2 multiply, 64 rows of the 128
+x 256 tile each, and store. Pipelines: operand ring of 4 stages, producer -> 8 consumer warps. Schedule: persistent;
+CTA c takes tiles c, c + grid, ... of the static list (group, column tile, row tile), row tiles fastest.
+Timeline of a consumer warp: wait for a stage, 4 WGMMA, release the stage before it; after the last stage round its 16
+rows in pieces of 256 bytes into its own staging rows (272 bytes apart: conflict-free stmatrix) and hand every row to
+a bulk copy or a bulk reduce-add, which run while the next piece is rounded. The producer meanwhile fills the ring for
+the next tile.
 """
 
 import cutlass
@@ -63,8 +65,9 @@ def bulk_rows(instruction: str, target: Int64, source: cute.Pointer, size: Int32
 
 @cute.jit
 def ragged(x: cute.Tensor):
-    """(tokens, F) -> (F, FAR, 2^31-1, 2^31-1): index (FAR - n + i, FAR, first + n) lands on token first + i, and i >= n is
-    out of range. The strides of the last three dimensions cancel FAR modulo 2^64: FAR (s + (2^34 - s)) = 2^64 elements.
+    """(tokens, F) -> (F, FAR, 2^31-1, 2^31-1): index (FAR - n + i, FAR, first + n) lands on token first + i, and i >=
+    n is out of range. The strides of the last three dimensions cancel FAR modulo 2^64: FAR (s + (2^34 - s)) = 2^64
+    elements.
     """
     stride = x.stride[0]
     shape = (x.shape[1], FAR, 2**31 - 1, 2**31 - 1)
@@ -73,7 +76,7 @@ def ragged(x: cute.Tensor):
 
 @cute.jit
 def tokens_of(x: cute.Tensor, first, count):
-    """The (F, tokens) view of a ragged coordinate tensor that starts at token `first` and reads zero from `count` on."""
+    """The (F, tokens) view of a ragged tensor that starts at token `first` and reads zero from `count` on."""
     return cute.domain_offset((0, FAR - count), x[None, None, FAR, first + count])
 
 
@@ -219,7 +222,9 @@ class GroupedWgradSm90:
             state = self.multiply(ring, state, mma, acc, a_frag, b_frag, k_blocks)
             wanted = k_blocks > 0 if const_expr(self.accumulate) else True
             if wanted:
-                self.finish(acc, staged, out, group, m * TILE_M + slab * 64, n * TILE_N, rows, cols, block, slab, thread)
+                self.finish(
+                    acc, staged, out, group, m * TILE_M + slab * 64, n * TILE_N, rows, cols, block, slab, thread
+                )
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -248,7 +253,7 @@ class GroupedWgradSm90:
 
     @cute.jit
     def finish(self, acc, staged, out, group, row0, col0, rows, cols, block, slab, thread):
-        """Round, stage and send off a warpgroup's 64 x 256 sums; every warp by itself, 16 rows of 256 bytes at a time."""
+        """Round, stage and send off 64 x 256 sums; every warp by itself, 16 rows of 256 bytes at a time."""
         lane, first_row = thread % 32, (thread // 32) * 16
         row = row0 + first_row + lane
         target = self.row_address(out, group, row, rows, cols, block)
@@ -308,7 +313,12 @@ def build(options):
 
     options: `grouped_wgrad.WgradOptions`.
     """
-    tokens, rows, cols, groups = cute.sym_int(), cute.sym_int(divisibility=8), cute.sym_int(divisibility=8), cute.sym_int()
+    tokens, rows, cols, groups = (
+        cute.sym_int(),
+        cute.sym_int(divisibility=8),
+        cute.sym_int(divisibility=8),
+        cute.sym_int(),
+    )
     element = TYPES[options.element]
 
     def operand(width):
@@ -320,4 +330,12 @@ def build(options):
     else:
         shape = (groups, rows, cols)
         out = make_fake_compact_tensor(TYPES[options.out], shape, stride_order=(2, 1, 0), assumed_align=16)
-    return GroupedWgradSm90(options), (operand(rows), operand(cols), offsets, out, Int32(1), Int32(1), make_fake_stream())
+    return GroupedWgradSm90(options), (
+        operand(rows),
+        operand(cols),
+        offsets,
+        out,
+        Int32(1),
+        Int32(1),
+        make_fake_stream(),
+    )

@@ -1,0 +1,64 @@
+"""Integers that the host knows (addresses of separate weights, say) as an int64 tensor on the device, without a sync.
+
+Tables are remembered by (device, stream, values): weights keep their addresses, so a training step finds its tables
+again. Under CUDA graph capture a fresh table is made and filled inside the graph, and nothing is remembered: the
+graph then owns its memory, and a table that is filled only at replay is never handed to anybody else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_kernels import launch
+
+MODULE = "cute_kernels.hopper.device_table_kernel"
+VALUES = 128  # values that one launch carries, 1 KiB of arguments
+REMEMBERED = 512  # tables
+
+_tables: OrderedDict[tuple[torch.device, int, tuple[int, ...]], Tensor] = OrderedDict()
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """Static facts of the kernel that fills a table."""
+
+    values: int = VALUES
+
+
+def device_table(values: tuple[int, ...], device: torch.device, stream: int, arch: str) -> Tensor:
+    """int64 [len(values)] on `device`, ready for work on `stream` (the current stream of `device`)."""
+    if torch.cuda.is_current_stream_capturing():
+        return _filled(values, device, stream, arch)
+    key = (device, stream, values)
+    with _lock:
+        table = _tables.get(key)
+        if table is not None:
+            _tables.move_to_end(key)
+            return table
+    table = _filled(values, device, stream, arch)
+    with _lock:
+        _tables[key] = table
+        while len(_tables) > REMEMBERED:
+            _tables.popitem(last=False)
+    return table
+
+
+def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The address of each tensor's first element."""
+    return tuple(t.data_ptr() for t in tensors)
+
+
+def _filled(values: tuple[int, ...], device: torch.device, stream: int, arch: str) -> Tensor:
+    table = torch.empty(len(values), dtype=torch.int64, device=device)
+    fill = launch.kernel(MODULE, TableOptions(), arch)
+    for first in range(0, len(values), VALUES):
+        part = values[first : first + VALUES]
+        fill(table, first, part + (0,) * (VALUES - len(part)), stream)
+    return table

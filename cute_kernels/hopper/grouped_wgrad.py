@@ -1,0 +1,104 @@
+"""dW_g = dy_gᵀ x_g on SM90, into a new tensor or the caller's buffers. Formula: `reference.grouped_wgrad`.
+
+Shapes: dy [T, N], x [T, K] bf16 or fp16, N and K multiples of 8; offsets int32 [G+1]. Rows that 16-byte loads cannot
+address (a transposed view, an expanded gradient) are copied first.
+Buffers: one contiguous [G, N, K], or G contiguous [N, K] at multiples of 16 bytes, all bf16, fp16 or fp32.
+Errors: ValueError, before anything is launched, that names the argument and the limit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_kernels import launch
+from cute_kernels.catalog import SM90_GROUPED_WGRAD
+from cute_kernels.hopper.device_table import addresses, device_table
+from cute_kernels.hopper.operands import VECTOR_BYTES, check_offsets, check_shape, multiprocessors, readable
+from cute_kernels.limits import dtype_name
+
+MODULE = "cute_kernels.hopper.grouped_wgrad_kernel"
+NAME, ARCH = SM90_GROUPED_WGRAD.name, SM90_GROUPED_WGRAD.arch
+TILE_N, TILE_K = 128, 256  # of a gradient [N, K]; one CTA's tile
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class WgradOptions:
+    """Static facts of one compiled kernel; dtypes by name.
+
+    interleaved: rows of the gradient go to blocks of gate and up rows. separate: the output is a table of addresses.
+    """
+
+    element: str
+    out: str
+    accumulate: bool = False
+    interleaved: bool = False
+    separate: bool = False
+
+
+def grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor, glu_interleave: int = 0, sm_margin: int = 0) -> Tensor:
+    """`reference.grouped_wgrad`: [G, N, K] in x's dtype. sm_margin: SMs to leave free."""
+    dw = torch.empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
+    grouped_wgrad_([dw], dy, x, offsets, glu_interleave, sm_margin=sm_margin)
+    return dw
+
+
+def grouped_wgrad_(
+    out: Sequence[Tensor],
+    dy: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    glu_interleave: int = 0,
+    accumulate: bool = False,
+    sm_margin: int = 0,
+) -> None:
+    """`reference.grouped_wgrad_`: write into `out`, or add to it. sm_margin: SMs to leave free."""
+    groups = check_offsets(NAME, offsets, x)
+    check_shape(NAME, "x", x, (dy.shape[0], x.shape[-1]), dy, (dy.dtype,))
+    rows, columns = dy.shape[1], x.shape[1]
+    stacked = _check_out(out, groups, rows, columns, x)
+    options = _options(x.dtype, out[0].dtype, rows, columns, glu_interleave, accumulate, not stacked)
+    sms = multiprocessors(SM90_GROUPED_WGRAD, x.device)
+    if sm_margin < 0:
+        raise ValueError(f"{NAME}: sm_margin is {sm_margin}, needs at least 0")
+    if dy.shape[0] == 0:
+        if not accumulate:
+            torch._foreach_zero_(list(out))
+        return
+    stream = launch.current_stream(x.device)
+    target = out[0] if stacked else device_table(addresses(out), x.device, stream, ARCH)
+    tiles = groups * -(-rows // TILE_N) * -(-columns // TILE_K)
+    grid = max(1, min(sms - sm_margin, tiles))
+    kernel = launch.kernel(MODULE, options, ARCH)
+    kernel(readable(dy), readable(x), offsets, target, max(glu_interleave, 1), grid, stream)
+
+
+@functools.lru_cache(maxsize=4096)
+def _options(
+    element: torch.dtype, out: torch.dtype, rows: int, columns: int, block: int, accumulate: bool, separate: bool
+) -> WgradOptions:
+    """Checks what does not depend on the call's memory, once for each shape."""
+    SM90_GROUPED_WGRAD.require(dtype=dtype_name(element), K=columns, N=rows)
+    if block < 0 or (block and rows % (2 * block)):
+        raise ValueError(f"{NAME}: glu_interleave is {block}, needs 0 or a divisor of I = N / 2 (N is {rows})")
+    return WgradOptions(dtype_name(element), dtype_name(out), accumulate, block > 0, separate)
+
+
+def _check_out(out: Sequence[Tensor], groups: int, rows: int, columns: int, x: Tensor) -> bool:
+    """Whether `out` is one stacked tensor; raises ValueError if it is neither that nor `groups` separate ones."""
+    stacked = len(out) == 1 and out[0].dim() == 3
+    if not stacked and len(out) != groups:
+        raise ValueError(f"{NAME}: out has {len(out)} tensors, needs one [G, N, K] or {groups} [N, K]")
+    if out[0].dtype not in OUT_DTYPES:
+        raise ValueError(f"{NAME}: out is {dtype_name(out[0].dtype)}, needs bfloat16, float16 or float32")
+    shape = (groups, rows, columns) if stacked else (rows, columns)
+    for t in out:
+        check_shape(NAME, "out", t, shape, x, (out[0].dtype,))
+        if not t.is_contiguous() or t.data_ptr() % VECTOR_BYTES:
+            raise ValueError(f"{NAME}: out needs to be contiguous and to start at a multiple of {VECTOR_BYTES} bytes")
+    return stacked
