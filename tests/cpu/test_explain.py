@@ -1,0 +1,94 @@
+"""The text of explain: what runs what, and the first condition that is not met."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cute_kernels.target import Target
+from patterns import RULES, Chain, OpSpec, Rule, explain, plan
+from patterns.examples import MOE, activation, grouped_linear
+
+PLAIN = Chain((grouped_linear("fc1", 256, 1024), activation("swiglu"), grouped_linear("fc2", 512, 256)), "bfloat16")
+
+
+def told(chain: Chain, arch: str) -> str:
+    return explain(plan(chain, Target.named(arch)))
+
+
+def test_fused() -> None:
+    assert told(MOE, "sm_90a") == (
+        "GroupedLinear fc1 -> ScaledSwiGLU act -> GroupedLinear fc2    on sm_90a, bfloat16, no recipe\n"
+        "grouped_mlp: GroupedLinear fc1, ScaledSwiGLU act, GroupedLinear fc2\n"
+        "    group_offsets       fc1 rows of each group\n"
+        "    grouped_gemm_act    fc1 and act forward\n"
+        "    grouped_wgrad       fc1 weight gradient\n"
+        "    grouped_dbias       fc1 bias gradient\n"
+        "    group_offsets       fc2 rows of each group\n"
+        "    grouped_gemm        fc2 forward\n"
+        "    grouped_wgrad       fc2 weight gradient\n"
+        "    grouped_dbias       fc2 bias gradient\n"
+        "    grouped_dscale      fc2 scale gradient\n"
+        "    grouped_gemm_dact   fc2 input gradient and act backward\n"
+        "    grouped_gemm_dgrad  fc1 input gradient\n"
+        "3 of 3 ops fused"
+    )
+
+
+def test_blackwell_names_the_interleave_first_then_that_there_is_no_adapter() -> None:
+    lines = told(PLAIN, "sm_100a").splitlines()
+    assert lines[1] == "unfused: GroupedLinear fc1, SwiGLU act, GroupedLinear fc2"
+    assert lines[2].split() == [
+        *("x", "grouped_mlp_sm100", "limit", "act.glu_interleave_size", "is", "None,", "needs", "32;"),
+        *("pack_glu_weights_(interleave=32)", "does", "it"),
+    ]
+    assert "the Blackwell adapter of cuDNN Frontend is not in this version" in lines[3]
+    for rule in RULES:
+        assert any(line.startswith(f"    x {rule.name} ") for line in lines), rule.name
+    assert lines[-1] == "0 of 3 ops fused"
+
+
+def test_blackwell_packed_is_still_honest() -> None:
+    packed = replace(PLAIN, ops=(PLAIN.ops[0], activation("swiglu", glu_interleave=32), PLAIN.ops[2]))
+    result = plan(packed, Target.named("sm_100a"))
+    assert str(result.first_unmet()).startswith("the Blackwell adapter of cuDNN Frontend is not in this version")
+    assert not result.is_fused
+    assert plan(packed, Target.named("sm_90a")).is_fused
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("arch", ["cpu", "sm_80", "sm_100a"])
+def test_the_first_unmet_condition_is_the_first_reason_shown(rule: Rule, arch: str) -> None:
+    result = plan(rule.example, Target.named(arch))
+    lines = explain(result).splitlines()
+    assert lines[2].startswith("    x ") and lines[2].endswith(str(result.first_unmet()))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_every_rule_has_its_verdict(rule: Rule) -> None:
+    text = told(rule.example, "sm_80")
+    for other in RULES:
+        assert f"    x {other.name} " in text
+
+
+def test_partly_fused_shows_what_kept_the_longer_rule_out() -> None:
+    chain = Chain((*PLAIN.ops[:2], grouped_linear("fc2", 512, 256, num_groups=4), OpSpec("dropout", "3")), "bfloat16")
+    text = told(chain, "sm_90a")
+    assert "grouped_linear_activation: fc1 = " not in text
+    assert "    x grouped_mlp  guard    fc1.num_groups is 8, needs 4 (fc2.num_groups)\n" in text
+    assert "grouped_linear: fc = GroupedLinear fc2\n" in text
+    assert "unfused: dropout [3]\n" in text and text.endswith("3 of 4 ops fused")
+    assert "sm100" not in text.split("unfused")[0]
+
+
+def test_index_names_show_which_op_has_which_label() -> None:
+    ops = tuple(replace(op, name=str(i)) for i, op in enumerate(PLAIN.ops))
+    line = told(Chain(ops, "bfloat16"), "sm_90a").splitlines()[1]
+    assert line == "grouped_mlp: fc1 = GroupedLinear [0], act = SwiGLU [1], fc2 = GroupedLinear [2]"
+
+
+def test_recipe_and_no_rules_and_no_ops() -> None:
+    assert "on sm_90a, bfloat16, MXFP8BlockScaling\n" in told(replace(PLAIN, recipe="MXFP8BlockScaling"), "sm_90a")
+    assert explain(plan(PLAIN, Target.named("sm_90a"), ())).endswith("GroupedLinear fc2\n0 of 3 ops fused")
+    assert told(Chain((), "bfloat16"), "cpu") == "(no ops)    on cpu, bfloat16, no recipe\n0 of 0 ops fused"
