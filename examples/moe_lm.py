@@ -1,0 +1,163 @@
+"""A byte-level language model: causal attention and a mixture of SwiGLU experts, the experts as fusible ops.
+
+    token -> embedding -> blocks of [x + attention(norm(x)); x + experts(norm(x))] -> norm -> 256 logits
+
+The part that this project is about is `Experts`. Letters: T tokens, k experts per token, G experts, H width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusible_ops as fo
+
+BYTES = 256
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    width: int
+    heads: int
+    layers: int
+    experts: int
+    top_k: int
+    expert_width: int
+    context: int
+    expert_dtype: torch.dtype = torch.float32
+    fused: bool = True
+
+
+class Experts(nn.Module):
+    """Send each token to its top-k experts, and add up their answers weighted by the router's probabilities.
+
+    Rows are sorted by expert, so that each expert's rows are adjacent; the expert MLP takes the sorted rows, the number
+    of rows of each expert (on the device; the host never reads it) and one probability per row.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        super().__init__()
+        self.experts, self.top_k, self.dtype = config.experts, config.top_k, config.expert_dtype
+        self.router = nn.Linear(config.width, config.experts, bias=False, device=device)
+        factory = {"bias": False, "device": device, "dtype": config.expert_dtype}
+        self.mlp = fo.Sequential(
+            fo.GroupedLinear(config.experts, config.width, 2 * config.expert_width, **factory),
+            fo.ScaledSwiGLU(),
+            fo.GroupedLinear(config.experts, config.expert_width, config.width, **factory),
+            **({} if config.fused else {"rules": ()}),
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, H] -> (y [T, H], load-balance loss [], rows of each expert [G])."""
+        probabilities = F.softmax(self.router(x), dim=-1)
+        weights, chosen = probabilities.topk(self.top_k, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+
+        expert_of_row = chosen.flatten()  # row r belongs to token r // k
+        order = expert_of_row.argsort(stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.numel(), device=order.device)
+        split_sizes = torch.zeros(self.experts, dtype=torch.int64, device=x.device)
+        split_sizes.scatter_add_(0, expert_of_row, torch.ones_like(expert_of_row))
+
+        rows = Spread.apply(x.to(self.dtype), order, place, self.top_k)
+        y = self.mlp(rows, split_sizes, weights.flatten()[order], split_sizes)
+        y = Spread.apply(y, place, order, 1).view(*chosen.shape, -1).to(x.dtype).sum(dim=1)
+
+        share = split_sizes / order.numel()
+        balance = self.experts * (share * probabilities.mean(dim=0)).sum()
+        return y, balance, split_sizes
+
+
+class Spread(torch.autograd.Function):
+    """rows[i] = x[order[i] // k]: each row of x, k times, in the order given; `place` is the inverse of `order`.
+
+    Backward adds the k gradients of a row in a fixed order, so it gives the same bits run after run.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.k = k
+        return x[order // k]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (place,) = ctx.saved_tensors
+        return grad[place].view(-1, ctx.k, grad.shape[-1]).sum(dim=1), None, None, None
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False, device=device)
+        self.out = nn.Linear(config.width, config.width, bias=False, device=device)
+        size = config.width // config.heads
+        frequency = 10_000.0 ** (-torch.arange(0, size, 2, device=device) / size)
+        angle = torch.arange(config.context, device=device)[:, None] * frequency
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+    def rotate(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, device=device)
+        self.attention = Attention(config, device)
+        self.experts_norm = nn.RMSNorm(config.width, device=device)
+        self.experts = Experts(config, device)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = x + self.attention(self.attention_norm(x))
+        y, balance, load = self.experts(self.experts_norm(x).flatten(0, 1))
+        return x + y.view_as(x), balance, load
+
+
+class MoELanguageModel(nn.Module):
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(BYTES, config.width, device=device)
+        self.blocks = nn.ModuleList(Block(config, device) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, device=device)
+        self.head = nn.Linear(config.width, BYTES, bias=False, device=device)
+        nn.init.normal_(self.embedding.weight, std=0.5)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens [B, S] -> (logits [B, S, 256], mean load-balance loss [], rows of each expert [layers, G])."""
+        x = self.embedding(tokens)
+        balances, loads = [], []
+        for block in self.blocks:
+            x, balance, load = block(x)
+            balances.append(balance)
+            loads.append(load)
+        return self.head(self.norm(x)), torch.stack(balances).mean(), torch.stack(loads)
+
+    @torch.no_grad()
+    def sample(self, prompt: bytes, count: int, temperature: float, generator: torch.Generator) -> bytes:
+        """`count` more bytes after the prompt."""
+        device = self.embedding.weight.device
+        tokens = torch.tensor(list(prompt), device=device)[None]
+        for _ in range(count):
+            logits, _, _ = self(tokens[:, -self.config.context :])
+            weights = F.softmax(logits[:, -1].float() / temperature, dim=-1)
+            tokens = torch.cat([tokens, torch.multinomial(weights, 1, generator=generator)], dim=1)
+        return bytes(tokens[0].tolist())
