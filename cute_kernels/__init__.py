@@ -1,1 +1,3 @@
-"""Kernels of fused grouped MLPs: tensors in, tensors out. See `ops` for the entry points and `reference` for their meaning."""
+"""Kernels of fused grouped MLPs: tensors in, tensors out. See `ops` for the entry points and `reference` for their
+meaning.
+"""

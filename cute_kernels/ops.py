@@ -1,8 +1,8 @@
 """The kernels' entry points, registered as `torch.ops.fusible_ops.*` with shape functions.
 
-On CPU tensors each runs `reference`; on CUDA the kernels of the device's architecture. The public functions below carry the
-signatures of `reference`; see there for formulas, shapes and numerics. A call that a kernel cannot take raises ValueError
-that names the limit, before anything is launched.
+On CPU tensors each runs `reference`; on CUDA the kernels of the device's architecture. The public functions below
+carry the signatures of `reference`; see there for formulas, shapes and numerics. A call that a kernel cannot take
+raises ValueError that names the limit, before anything is launched.
 
 Optional results (`preact`, `act`, `dprobs`) that were not asked for come back as None; inside the operators they
 are empty tensors, since operator schemas have no optional results.
@@ -48,7 +48,8 @@ def _register(schema: str, cpu: Callable, cuda: Callable, fake: Callable) -> Non
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Implementations for a source of kernels: `pick(name)` gives the function called `name` of reference or of an architecture
+# Implementations for a source of kernels: `pick(name)` gives the function called `name` of reference or of an
+# architecture
 
 
 def _plain(name: str, pick: Callable[[str], Callable]) -> Callable:
@@ -151,7 +152,8 @@ def _fake_dscale(dy, bias, offsets):
 _OPERATORS = (
     ("group_offsets(Tensor split_sizes, SymInt rows) -> Tensor", _plain, _fake_group_offsets),
     (
-        "grouped_gemm(Tensor x, Tensor[] weights, Tensor offsets, Tensor? bias=None, Tensor? bias_scale=None) -> Tensor",
+        "grouped_gemm(Tensor x, Tensor[] weights, Tensor offsets, Tensor? bias=None, Tensor? bias_scale=None) "
+        "-> Tensor",
         _plain,
         _fake_gemm,
     ),

@@ -8,8 +8,8 @@ Numerics: products, bias and activations are formed in FP32 (FP64 for FP64 input
 With `glu_interleave = g > 0` the rows of a weight or bias lie as blocks of g gate rows, then g linear rows; the
 pre-activation and its gradient always lie as `[gate | linear]`.
 
-Host sync: on CUDA, BF16 products go through `torch.nn.functional.grouped_mm`, which reads the offsets on the device; other
-dtypes loop over groups and read the offsets on the host (one sync).
+Host sync: on CUDA, BF16 products go through `torch.nn.functional.grouped_mm`, which reads the offsets on the device;
+other dtypes loop over groups and read the offsets on the host (one sync).
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from cute_kernels.activation import Activation
 
 
 def deinterleave(t: Tensor, block: int, dim: int) -> Tensor:
-    """Blocks of `block` gate entries and `block` linear entries along `dim` -> `[gate | linear]`. 0 returns `t` itself."""
+    """Blocks of `block` gate entries and `block` linear entries along `dim` -> `[gate | linear]`. 0 returns `t`
+    itself.
+    """
     if not block:
         return t
     return t.unflatten(dim, (-1, 2, block)).transpose(dim, dim + 1).flatten(dim, dim + 2)

@@ -29,17 +29,18 @@ from patterns.chain import OpSpec
 
 def _block(owner: str, glu_interleave_size: int | None) -> int:
     """The interleave as kernels take it: 0 for plain halves."""
-    if glu_interleave_size in (None, 0):
+    if not glu_interleave_size:
         return 0
-    checks.positive(owner, glu_interleave_size=glu_interleave_size)  # type: ignore[arg-type]
-    return glu_interleave_size  # type: ignore[return-value]
+    checks.positive(owner, glu_interleave_size=glu_interleave_size)
+    return glu_interleave_size
 
 
 class ActivationOperation(BasicOperation):
     """The common part: `activation` says which function, `glu_interleave` how the input's columns lie (0: `[a | b]`).
 
     Input [..., I] (unary) or [..., 2I] (gated), output [..., I]; the input's gradient lies as the input does.
-    Errors: ValueError for an odd gated width or an interleave that does not divide I; TypeError for a dtype that is not a float.
+    Errors: ValueError for an odd gated width or an interleave that does not divide I; TypeError for a dtype that is
+    not a float.
     """
 
     scaled = False
@@ -87,7 +88,8 @@ class ActivationOperation(BasicOperation):
             raise ValueError(f"{owner}: a gated activation needs an even number of columns, got {width}")
         if self.glu_interleave and (width // 2) % self.glu_interleave:
             raise ValueError(
-                f"{owner}: glu_interleave_size={self.glu_interleave} does not divide {width // 2}, half of {width} columns"
+                f"{owner}: glu_interleave_size={self.glu_interleave} does not divide {width // 2}, half of "
+                f"{width} columns"
             )
 
     def plain_input(self, ctx: OperationContext, x: Tensor) -> Tensor:
@@ -114,15 +116,12 @@ class ScaledActivation(ActivationOperation):
     """An activation times `scales`, its extra input: float, one value for each row of the input, on the input's device.
 
     y = round(f(x)·s). Gradients: (dy·s)·∂f for the input, Σ_columns dy·f for the scales (only if they require it).
-    activation_recompute_in_mlp: accepted for Transformer Engine's sake by ScaledSReLU; has no effect (fused chains always
-    recompute the activation).
+    activation_recompute_in_mlp: accepted for Transformer Engine's sake by ScaledSReLU; has no effect (fused chains
+    always recompute the activation).
     """
 
     scaled = True
-    num_extra_inputs = 1  # type: ignore[assignment]
-
-    def check_scales(self, x: Tensor, scales: Tensor) -> None:
-        checks.row_scales(self.label(), "scales", scales, x)
+    num_extra_inputs = 1
 
     def fuser_forward(
         self,
@@ -136,7 +135,7 @@ class ScaledActivation(ActivationOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, scales = basic_op_ctxs[0], basic_op_extra_inputs[0][0]
         preact = self.plain_input(ctx, input_)
-        self.check_scales(input_, scales)
+        checks.row_scales(self.label(), "scales", scales, input_)
         rows = scales.reshape(preact.shape[:-1])
         if ctx.requires_grad:
             ctx.scales_require_grad, ctx.scales_shape = scales.requires_grad, scales.shape

@@ -26,9 +26,7 @@ class Quantize(BasicOperation):
         self.quantize_forward, self.quantize_backward = forward, backward
 
     def describe(self) -> OpSpec:
-        return OpSpec(
-            "quantize", self.name, {"forward": self.quantize_forward, "backward": self.quantize_backward}
-        )
+        return OpSpec("quantize", self.name, {"forward": self.quantize_forward, "backward": self.quantize_backward})
 
     def output_width(self, incoming: int | None) -> int | None:
         return incoming

@@ -50,7 +50,9 @@ def same_device(owner: str, what: str, t: Tensor, device: torch.device) -> None:
 
 
 def split_sizes(owner: str, splits: Tensor, num_groups: int, device: torch.device) -> None:
-    """Unless `splits` is an int32 or int64 tensor [num_groups] on `device`: TypeError (dtype) or ValueError (the rest)."""
+    """Unless `splits` is an int32 or int64 tensor [num_groups] on `device`: TypeError (dtype) or ValueError (the
+    rest).
+    """
     if not isinstance(splits, Tensor):
         raise TypeError(f"{owner}: split_sizes must be a tensor of {num_groups} ints, got {type(splits).__name__}")
     if splits.dtype not in (torch.int32, torch.int64):
@@ -63,8 +65,12 @@ def split_sizes(owner: str, splits: Tensor, num_groups: int, device: torch.devic
 def row_scales(owner: str, what: str, scales: Tensor, x: Tensor) -> None:
     """Unless `scales` holds one float for each row of x, on x's device: TypeError (dtype) or ValueError (the rest)."""
     if not isinstance(scales, Tensor) or not scales.dtype.is_floating_point:
-        raise TypeError(f"{owner}: {what} must be a float tensor, got {getattr(scales, 'dtype', type(scales).__name__)}")
+        raise TypeError(
+            f"{owner}: {what} must be a float tensor, got {getattr(scales, 'dtype', type(scales).__name__)}"
+        )
     rows = x.shape[:-1].numel()
     if scales.numel() != rows:
-        raise ValueError(f"{owner}: {what} must hold one value for each of {rows} rows, got shape {tuple(scales.shape)}")
+        raise ValueError(
+            f"{owner}: {what} must hold one value for each of {rows} rows, got shape {tuple(scales.shape)}"
+        )
     same_device(owner, what, scales, x.device)

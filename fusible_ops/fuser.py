@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from cute_kernels.limits import dtype_name
 from cute_kernels.target import Target
+from fusible_ops.grouped_linear import GroupedLinear
+from fusible_ops.linear import BasicLinear
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from patterns import RULES, Chain, Plan, Rule, explain, plan
 
@@ -84,7 +86,7 @@ class _Call:
         for step in reversed(self.steps):
             span = slice(step.start, step.stop)
             contexts = self.contexts[span]
-            if not any(ctx.requires_grad for ctx in contexts):
+            if grad is None or not any(ctx.requires_grad for ctx in contexts):
                 grad = None
                 break
             grad, params, extras = step.op.fuser_backward(
@@ -128,9 +130,11 @@ class _Run(torch.autograd.Function):
 class OperationFuser:
     """A run of ops. Call it as `fuser(x, *extra_inputs)`.
 
-    ops: basic ops and containers (`Linear`). names: what explain() and errors call them. rules: the rule set, `()` for none.
-    on_unfused: "allow", "warn" (once for each plan) or "error" (RuntimeError at the first call) where an op runs unfused.
-    Errors: ValueError if two neighbours' widths differ, if extra inputs are missing or too many, for an unknown on_unfused.
+    ops: basic ops and containers (`Linear`). names: what explain() and errors call them. rules: the rule set, `()`
+    for none. on_unfused: "allow", "warn" (once for each plan) or "error" (RuntimeError at the first call) where an op
+    runs unfused.
+    Errors: ValueError if two neighbours' widths differ, if extra inputs are missing or too many, for an unknown
+    on_unfused.
     """
 
     def __init__(
@@ -146,7 +150,7 @@ class OperationFuser:
         self.on_unfused = on_unfused
         self.basic_ops = [part for op in self.ops for part in op.fusible_parts()]
         self.num_extra_inputs = sum(op.num_extra_inputs for op in self.basic_ops)
-        self._linear = next((op for op in self.basic_ops if hasattr(op, "weight_dtype")), None)
+        self._linear = next((op for op in self.basic_ops if isinstance(op, GroupedLinear | BasicLinear)), None)
         self._steps: dict[Any, list[_Step]] = {}
         self._check_widths()
 
@@ -169,7 +173,7 @@ class OperationFuser:
     def plan(self, target: Target, dtype: torch.dtype | None = None) -> Plan:
         """What runs what on `target`. dtype: the compute dtype; None means the first linear's."""
         if dtype is None:
-            dtype = self._linear.weight_dtype if self._linear is not None else torch.get_default_dtype()  # type: ignore[union-attr]
+            dtype = self._linear.weight_dtype if self._linear is not None else torch.get_default_dtype()
         specs = [replace(op.describe(), name=op.name or name) for name, op in zip(self.names, self.ops, strict=True)]
         return plan(Chain(tuple(specs), dtype_name(dtype)), target, self.rules)
 
@@ -192,7 +196,7 @@ class OperationFuser:
 
     def steps(self, x: Tensor, autocast_dtype: torch.dtype | None) -> list[_Step]:
         """The steps for an input like x; planned when first asked."""
-        dtype = autocast_dtype or (x.dtype if self._linear is None else self._linear.weight_dtype)  # type: ignore[union-attr]
+        dtype = autocast_dtype or (x.dtype if self._linear is None else self._linear.weight_dtype)
         key = (x.device, dtype)
         steps = self._steps.get(key)
         if steps is None:
@@ -205,10 +209,9 @@ class OperationFuser:
         self, x: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Sequence[dict[str, Any]] | None = None
     ) -> Tensor:
         self._check_call(x, extra_inputs, basic_op_kwargs)
-        autocast_dtype = (
-            torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
-        )
-        extras, at = [], 0
+        autocast_dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+        extras: list[Sequence[Tensor]] = []
+        at = 0
         for op in self.basic_ops:
             extras.append(extra_inputs[at : at + op.num_extra_inputs])
             at += op.num_extra_inputs

@@ -23,15 +23,15 @@ from patterns.chain import OpSpec
 class GroupedLinear(BasicOperation):
     """y = x W_gᵀ + b_g for the rows of group g; with `scale_bias`, y = x W_gᵀ + s_row·b_g.
 
-    Extra inputs: `split_sizes`, int32 or int64 [G] on the input's device: rows of each group, in order. Then `scales`, float, one
-    per row, if `scale_bias` (and `bias`). Splits stay on the device; their sum may be below the row count T, and
-    the rows past it come out as exactly zero (and get a zero gradient).
+    Extra inputs: `split_sizes`, int32 or int64 [G] on the input's device: rows of each group, in order. Then
+    `scales`, float, one per row, if `scale_bias` (and `bias`). Splits stay on the device; their sum may be below the
+    row count T, and the rows past it come out as exactly zero (and get a zero gradient).
 
     Input [..., K], output [..., N] in the weights' dtype (or autocast's). Sums are FP32, rounded once after the bias.
 
     num_groups, in_features, out_features: G, K, N. bias: whether there is one. device: None means CUDA if there is one,
-    else CPU. dtype: float32, float16, bfloat16 or float64 (None: torch's default). accumulate_into_main_grad: add weight
-    gradients to `weight.main_grad` instead of returning them. single_grouped_weight, single_grouped_bias: one
+    else CPU. dtype: float32, float16, bfloat16 or float64 (None: torch's default). accumulate_into_main_grad: add
+    weight gradients to `weight.main_grad` instead of returning them. single_grouped_weight, single_grouped_bias: one
     parameter `weight [G, N, K]`, `bias [G, N]` instead of `weight{i}`, `bias{i}`. delay_wgrad_compute: weight
     gradients wait for `backward_dw()`. rng_state_tracker_function: its `.fork()` surrounds the initialisation.
 
@@ -58,7 +58,7 @@ class GroupedLinear(BasicOperation):
         scale_bias: bool = False,
     ) -> None:
         checks.positive("GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features)
-        self.num_extra_inputs = 2 if scale_bias and bias else 1  # type: ignore[assignment]
+        self.num_extra_inputs = 2 if scale_bias and bias else 1
         super().__init__()
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.has_bias = bias
@@ -70,16 +70,16 @@ class GroupedLinear(BasicOperation):
         self._rng_state_tracker_function = rng_state_tracker_function
         self._delayed: deque[WeightGrad] = deque()
         self._wgrad_hooks: list[Callable[[], Any]] = []
-        factory = {
-            "device": checks.default_device(device),
-            "dtype": checks.float_dtype("GroupedLinear", dtype or torch.get_default_dtype()),
-        }
-        weight = torch.empty(num_groups, out_features, in_features, **factory)
+        device = checks.default_device(device)
+        dtype = checks.float_dtype("GroupedLinear", dtype or torch.get_default_dtype())
+        weight = torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
         biases_first = single_grouped_weight and not single_grouped_bias  # Transformer Engine's parameter order
         if not biases_first:
             self._register("weight", weight, self.single_grouped_weight)
         if bias:
-            self._register("bias", torch.empty(num_groups, out_features, **factory), self.single_grouped_bias)
+            self._register(
+                "bias", torch.empty(num_groups, out_features, device=device, dtype=dtype), self.single_grouped_bias
+            )
         if biases_first:
             self._register("weight", weight, self.single_grouped_weight)
         if not weight.is_meta:
@@ -115,8 +115,8 @@ class GroupedLinear(BasicOperation):
         return self._named("bias", self.single_grouped_bias) if self.has_bias else []
 
     def _named(self, name: str, single: bool) -> list[Parameter]:
-        held = self._parameters
-        return [held[name]] if single else [held[f"{name}{g}"] for g in range(self.num_groups)]  # type: ignore[list-item]
+        keys = [name] if single else [f"{name}{g}" for g in range(self.num_groups)]
+        return [self._parameters[key] for key in keys]  # type: ignore[misc]
 
     def expert_weights(self) -> Iterator[Tensor]:
         """Each expert's [N, K] weight, as a view."""

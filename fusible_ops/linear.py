@@ -30,9 +30,9 @@ def _no_tensor_parallelism(owner: str, mode: str | None) -> None:
 class BasicLinear(BasicOperation):
     """y = x Wᵀ. Input [..., K], weight [N, K], output [..., N] in the weight's dtype (or autocast's).
 
-    in_features, out_features: K, N. device: None means CUDA if there is one, else CPU. accumulate_into_main_grad: add the
-    weight gradient to `weight.main_grad` instead of returning it. rng_state_tracker_function: its `.fork()` surrounds the
-    initialisation, which is `torch.nn.Linear`'s (kaiming_uniform, a=√5).
+    in_features, out_features: K, N. device: None means CUDA if there is one, else CPU. accumulate_into_main_grad: add
+    the weight gradient to `weight.main_grad` instead of returning it. rng_state_tracker_function: its `.fork()`
+    surrounds the initialisation, which is `torch.nn.Linear`'s (kaiming_uniform, a=√5).
     Errors: ValueError for sizes <= 0, a wrong last dimension or device; TypeError for a dtype that is not a float.
     Source: the interface is that of transformer_engine.pytorch.ops.BasicLinear (2.20), without tensor parallelism.
     """
@@ -211,7 +211,7 @@ class Linear(FusibleOperation):
             parts.append(Bias(out_features, device=device, dtype=dtype))
         self.basic_ops = nn.ModuleList(parts)
 
-    num_extra_inputs = 0  # type: ignore[assignment]
+    num_extra_inputs = 0
 
     def fusible_parts(self) -> list[BasicOperation]:
         return list(self.basic_ops)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ basic ops at once through the same `fuser_*` pair. Autograd never records inside
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ class OperationContext:
     """What one basic op keeps between its forward and its backward.
 
     requires_grad: whether any gradient flows through this op. input_requires_grad: whether its input wants one.
-    autocast_dtype: the dtype of an active `torch.autocast`, else None. Any further attribute may be attached; tensors go
-    through `save_for_backward` and are in `saved_tensors` during backward.
+    autocast_dtype: the dtype of an active `torch.autocast`, else None. Any further attribute may be attached; tensors
+    go through `save_for_backward` and are in `saved_tensors` during backward.
     """
 
     def __init__(
@@ -33,7 +33,11 @@ class OperationContext:
         self.input_requires_grad = input_requires_grad
         self.autocast_dtype = autocast_dtype
         self.to_save: tuple[Tensor | None, ...] = ()
-        self.saved_tensors: tuple[Tensor | None, ...] = ()
+        self.saved_tensors: tuple[Any, ...] = ()
+
+    if TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"nothing called {name!r} was attached to this context in forward")
@@ -83,11 +87,11 @@ class FusibleOperation(nn.Module):
 class BasicOperation(FusibleOperation):
     """One op. Class attribute `num_extra_inputs`: how many tensors it takes besides its input.
 
-    `state_dict` has an `_extra_state` entry for every basic op, as Transformer Engine's has: an empty tensor while the op
-    holds no quantisation state.
+    `state_dict` has an `_extra_state` entry for every basic op, as Transformer Engine's has: an empty tensor while
+    the op holds no quantisation state.
     """
 
-    num_extra_inputs: int = 0  # type: ignore[assignment]
+    num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     known_kwargs: tuple[str, ...] | None = None  # names that `op_kwargs` may hold; None: the op checks them itself
 
@@ -107,7 +111,9 @@ class BasicOperation(FusibleOperation):
         return None
 
     def output_width(self, incoming: int | None) -> int | None:
-        """The columns of its output for `incoming` columns, None where unknown. ValueError for a width it cannot take."""
+        """The columns of its output for `incoming` columns, None where unknown. ValueError for a width it cannot
+        take.
+        """
         return None
 
     def op_forward(
@@ -167,8 +173,8 @@ class BasicOperation(FusibleOperation):
     def set_extra_state(self, state: Tensor | None) -> None:
         if state is not None and state.numel():
             raise RuntimeError(
-                f"{type(self).__name__}: the checkpoint holds quantisation state ({state.numel()} bytes of _extra_state), "
-                "which this op cannot load; it has no quantisation recipe"
+                f"{type(self).__name__}: the checkpoint holds quantisation state ({state.numel()} bytes of "
+                "_extra_state), which this op cannot load; it has no quantisation recipe"
             )
 
 

@@ -1,7 +1,8 @@
 """The parameters of linears: one buffer behind many, operands for kernels, and where weight gradients go.
 
-`GroupedLinear` keeps `weight{i}` and `bias{i}` as views of one buffer, so that a kernel reads them all as one `[G, N, K]` tensor
-and nothing is stacked or copied per forward. If somebody replaced a parameter's storage, the kernels get a list instead.
+`GroupedLinear` keeps `weight{i}` and `bias{i}` as views of one buffer, so that a kernel reads them all as one `[G, N,
+K]` tensor and nothing is stacked or copied per forward. If somebody replaced a parameter's storage, the kernels get a
+list instead.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def as_bias(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 class WeightGrad:
     """One weight-gradient product, computed when `compute` or `accumulate_into` is called.
 
-    dw_g = dy_gᵀ x_g. kernels: `cute_kernels.reference` or `cute_kernels.ops`. glu_interleave: how the weight's rows lie.
+    dw_g = dy_gᵀ x_g. kernels: `cute_kernels.reference` or `cute_kernels.ops`. glu_interleave: how the weight's rows
+    lie.
     """
 
     kernels: Any
@@ -119,8 +121,8 @@ def main_grads(weights: Sequence[Parameter]) -> list[Tensor]:
 def accumulate_main_grads(weights: Sequence[Parameter], grad: WeightGrad) -> list[Tensor | None]:
     """Add the product to the weights' `main_grad` (overwrite if `overwrite_main_grad`); what to return to autograd.
 
-    Where a weight has the attribute `grad_added_to_main_grad`, it is set to True and autograd gets a dummy tensor (zero if
-    `zero_out_wgrad`, else uninitialised), so that hooks still fire; without the attribute autograd gets None.
+    Where a weight has the attribute `grad_added_to_main_grad`, it is set to True and autograd gets a dummy tensor
+    (zero if `zero_out_wgrad`, else uninitialised), so that hooks still fire; without the attribute autograd gets None.
     """
     buffers = main_grads(weights)
     out = buffers

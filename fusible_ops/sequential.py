@@ -21,15 +21,15 @@ class Sequential(nn.Module):
 
     `Sequential(*modules)` or `Sequential({name: module})`. Modules that are no ops are called with the one tensor.
 
-    Call: `seq(x, *extra_inputs, op_kwargs=None)`. Extra inputs go to the ops in order, each taking its own: a grouped MLP
-    `Sequential(GroupedLinear, ScaledSwiGLU, GroupedLinear)` is called as `mlp(x, split_sizes, probs, split_sizes)`.
+    Call: `seq(x, *extra_inputs, op_kwargs=None)`. Extra inputs go to the ops in order, each taking its own: a grouped
+    MLP `Sequential(GroupedLinear, ScaledSwiGLU, GroupedLinear)` is called as `mlp(x, split_sizes, probs, split_sizes)`.
     op_kwargs: {index or op: {name: value}}, keyword arguments for single ops.
 
-    rules: the rule set, a tuple of `patterns.Rule`; `()` fuses nothing. on_unfused: what happens if an op of a run is not
-    fused: "allow", "warn" or "error" (RuntimeError at the first call, with the reason).
+    rules: the rule set, a tuple of `patterns.Rule`; `()` fuses nothing. on_unfused: what happens if an op of a run is
+    not fused: "allow", "warn" or "error" (RuntimeError at the first call, with the reason).
 
-    Errors: ValueError for missing or surplus extra inputs, for widths that do not chain (naming the two ops), for an unknown
-    rule set or on_unfused. Source: the interface is that of transformer_engine.pytorch.ops.Sequential (2.20).
+    Errors: ValueError for missing or surplus extra inputs, for widths that do not chain (naming the two ops), for an
+    unknown rule set or on_unfused. Source: the interface is that of transformer_engine.pytorch.ops.Sequential (2.20).
     """
 
     def __init__(
@@ -214,8 +214,8 @@ class Sequential(nn.Module):
     ) -> Any:
         """Which kernel runs what, and where none does, which condition failed.
 
-        target: an architecture ("sm_90a", "sm_100a", "cpu", …: an ideal machine, needs no GPU), a `Target`, a device, or None
-        for the device of the parameters. dtype: the compute dtype; None means that of the weights.
+        target: an architecture ("sm_90a", "sm_100a", "cpu", …: an ideal machine, needs no GPU), a `Target`, a device,
+        or None for the device of the parameters. dtype: the compute dtype; None means that of the weights.
         Returns text, or with as_data=True a list of dicts, one for each run of ops or plain module.
         """
         machine = self._target(target)

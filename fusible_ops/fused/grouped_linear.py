@@ -8,13 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from cute_kernels import ops as kernels
+from fusible_ops import checks
 from fusible_ops.activations import ScaledActivation
 from fusible_ops.fused.parts import activation_at, linear_at, no_grads
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
 
 
 class FusedGroupedLinear(FusedOperation):
-    """y = x W_gᵀ (+ s·b_g), grouped or dense, rounded once. Ops after the linear are identities (Quantize without a recipe)."""
+    """y = x W_gᵀ (+ s·b_g), grouped or dense, rounded once. Ops after the linear are identities (Quantize without a
+    recipe).
+    """
 
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
         super().__init__(basic_ops)
@@ -92,7 +95,7 @@ class GroupedLinearActivation(FusedOperation):
         self.fc.check(input_, extras)
         probs = extras[self.act_at][0] if isinstance(self.act, ScaledActivation) else None
         if probs is not None:
-            self.act.check_scales(input_, probs)  # type: ignore[attr-defined]
+            checks.row_scales(self.act.label(), "scales", probs, input_)
         dtype = ctx.compute_dtype(self.fc.weight_dtype)
         x = input_.reshape(-1, self.fc.in_features).to(dtype)
         offsets = self.fc.offsets(kernels, x.shape[0], extras)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from cute_kernels import ops as kernels
+from fusible_ops import checks
 from fusible_ops.activations import ScaledActivation
 from fusible_ops.fused.parts import activation_at, linear_at, no_grads
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
@@ -16,12 +17,13 @@ from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, Par
 class GroupedMLP(FusedOperation):
     """y = W2_g act(W1_g x + b1_g)·p + b2_g, grouped or dense.
 
-    Forward: product + activation (× probs), the pre-activation kept for backward; product (+ bias, scaled by its scales).
+    Forward: product + activation (× probs), the pre-activation kept for backward; product (+ bias, scaled by its
+    scales).
     Backward: product + activation gradient (with the recomputed activation and the gradient of probs), two weight
     gradients, the input's gradient, bias gradients. The activation itself is never stored.
 
-    The two linears may be given different split sizes; each uses its own. Only then must the tail of what lies between them be
-    defined, and the kernels zero it.
+    The two linears may be given different split sizes; each uses its own. Only then must the tail of what lies
+    between them be defined, and the kernels zero it.
     """
 
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
@@ -91,7 +93,7 @@ class GroupedMLP(FusedOperation):
     def _check(self, x: Tensor, extras: Sequence[Sequence[Tensor]], probs: Tensor | None) -> None:
         self.fc1.check(x, extras)
         if probs is not None:
-            self.act.check_scales(x, probs)  # type: ignore[attr-defined]
+            checks.row_scales(self.act.label(), "scales", probs, x)
         self.fc2.check_extras(x, extras)
 
     def fuser_backward(

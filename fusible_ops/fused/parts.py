@@ -37,7 +37,9 @@ class GroupedPart:
         self.op.check_inputs(x, extras[self.at])
 
     def check_extras(self, rows: Tensor, extras: Extras) -> None:
-        """The same without the input, which is internal; `rows` is any tensor with its leading dimensions and device."""
+        """The same without the input, which is internal; `rows` is any tensor with its leading dimensions and
+        device.
+        """
         self.op.check_inputs(rows.new_empty(1).expand(*rows.shape[:-1], self.in_features), extras[self.at])
 
     def offsets(self, kernels: Any, rows: int, extras: Extras) -> Tensor:
