@@ -107,11 +107,15 @@ class OpSpec:
 
 @dataclass(frozen=True)
 class Chain:
-    """Ops in order, the compute dtype ("bfloat16"), and the name of the active quantisation recipe, if any."""
+    """Ops in order, the compute dtype ("bfloat16"), and the name of the active quantisation recipe, if any.
+
+    autocast: whether `dtype` holds for every linear, as under torch.autocast; else each computes in its weights' dtype.
+    """
 
     ops: tuple[OpSpec, ...]
     dtype: str
     recipe: str | None = None
+    autocast: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ops", tuple(self.ops))

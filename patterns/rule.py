@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cute_kernels.catalog import Kernel
 from cute_kernels.limits import Limit, Refusal
 from cute_kernels.target import Target
-from patterns.chain import TITLES, Chain, FrozenFacts, OpSpec
+from patterns.chain import LINEAR_KINDS, TITLES, Chain, FrozenFacts, OpSpec
 
 FORWARD_AND_BACKWARD = "forward_and_backward"
 CHAIN_WORDS = {"dtype": "the compute dtype", "recipe": "the recipe"}
@@ -52,7 +52,7 @@ class Bound:
 
 
 def bind(kernel: Kernel, use: str, *, when: str = "", **letters: str) -> Bound:
-    """`bind(SM90_GROUPED_GEMM, "fc2 forward", K="fc2.in_features", N="fc2.out_features", dtype="dtype")`.
+    """`bind(SM90_GROUPED_GEMM, "fc2 forward", K="fc2.in_features", N="fc2.out_features", dtype="fc2.compute_dtype")`.
 
     `ValueError` if a letter of the kernel's limits is left out.
     """
@@ -72,7 +72,9 @@ class Match:
     ops: tuple[tuple[str, OpSpec | None], ...]
 
     def facts(self) -> dict[str, object]:
-        """The chain's dtype and recipe, and for each op its facts, kind, and columns out, under its label."""
+        """The chain's dtype and recipe; for each op, under its label, its facts and kind, and what follows from them:
+        columns out, and for a linear its compute dtype. A dense linear has one group.
+        """
         facts: dict[str, object] = {"dtype": self.chain.dtype, "recipe": self.chain.recipe}
         columns: int | None = None
         for label, op in self.ops:
@@ -80,8 +82,12 @@ class Match:
                 continue
             columns = op.columns(columns)
             facts |= {f"{label}.{name}": value for name, value in op.facts.items()}
-            facts |= {f"{label}.kind": op.kind}
-            facts |= {} if columns is None else {f"{label}.columns": columns}
+            facts[f"{label}.kind"] = op.kind
+            if columns is not None:
+                facts[f"{label}.columns"] = columns
+            if op.kind in LINEAR_KINDS:
+                facts[f"{label}.compute_dtype"] = self.chain.dtype if self.chain.autocast else op.facts.get("dtype")
+                facts.setdefault(f"{label}.num_groups", 1)
         return facts
 
     def words(self) -> dict[str, str]:

@@ -31,12 +31,7 @@ _FITS = feeds("fc1.out_features", "act.kind", "fc2.in_features")
 _EVEN = even_for_glu("fc1.out_features", "act.kind")
 _PLAIN_FC1_BIAS = absent("fc1.scale_bias", "an FC1 bias that is not scaled")
 
-
-def _weights(*labels: str) -> tuple[same, ...]:
-    """Weights are used in place, so they have the compute dtype already."""
-    fix = "store the weights in the compute dtype"
-    return tuple(same(f"{label}.dtype", "dtype", ("float32", "bfloat16"), fix=fix) for label in labels)
-
+_SAME_DTYPE = same("fc1.compute_dtype", "fc2.compute_dtype", ("float16", "bfloat16"))
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Kernels, with their letters bound to facts of the chain
@@ -44,30 +39,30 @@ def _weights(*labels: str) -> tuple[same, ...]:
 
 def _linear(label: str, *, act_columns: str = "") -> tuple[Bound, ...]:
     """A linear, or with `act_columns` (a fact: columns out of "act") its half of one that an activation follows."""
-    k, n, groups = f"{label}.in_features", f"{label}.out_features", f"{label}.num_groups"
+    k, n, dtype = f"{label}.in_features", f"{label}.out_features", f"{label}.compute_dtype"
     act = {"I": act_columns, "activation": "act.kind", "glu_interleave": "act.glu_interleave"}
     if act_columns:
-        forward = bind(catalog.SM90_GROUPED_GEMM_ACT, f"{label} and act forward", K=k, N=n, dtype="dtype", **act)
+        forward = bind(catalog.SM90_GROUPED_GEMM_ACT, f"{label} and act forward", K=k, N=n, dtype=dtype, **act)
     else:
-        forward = bind(catalog.SM90_GROUPED_GEMM, f"{label} forward", K=k, N=n, dtype="dtype")
+        forward = bind(catalog.SM90_GROUPED_GEMM, f"{label} forward", K=k, N=n, dtype=dtype)
     return (
-        bind(catalog.SM90_GROUP_OFFSETS, f"{label} rows of each group", when=groups, G=groups),
+        bind(catalog.SM90_GROUP_OFFSETS, f"{label} rows of each group", G=f"{label}.num_groups"),
         forward,
-        bind(catalog.SM90_GROUPED_WGRAD, f"{label} weight gradient", K=k, N=n, dtype="dtype"),
-        bind(catalog.SM90_GROUPED_DBIAS, f"{label} bias gradient", when=f"{label}.has_bias", N=n, dtype="dtype"),
-        bind(catalog.SM90_GROUPED_DSCALE, f"{label} scale gradient", when=f"{label}.scale_bias", N=n, dtype="dtype"),
+        bind(catalog.SM90_GROUPED_WGRAD, f"{label} weight gradient", K=k, N=n, dtype=dtype),
+        bind(catalog.SM90_GROUPED_DBIAS, f"{label} bias gradient", when=f"{label}.has_bias", N=n, dtype=dtype),
+        bind(catalog.SM90_GROUPED_DSCALE, f"{label} scale gradient", when=f"{label}.scale_bias", N=n, dtype=dtype),
     )
 
 
 def _dgrad(label: str) -> Bound:
-    k, n = f"{label}.in_features", f"{label}.out_features"
-    return bind(catalog.SM90_GROUPED_GEMM_DGRAD, f"{label} input gradient", K=k, N=n, dtype="dtype")
+    k, n, dtype = f"{label}.in_features", f"{label}.out_features", f"{label}.compute_dtype"
+    return bind(catalog.SM90_GROUPED_GEMM_DGRAD, f"{label} input gradient", K=k, N=n, dtype=dtype)
 
 
 _LINEAR = (*_linear("fc"), _dgrad("fc"))
 _LINEAR_ACT = (
     *_linear("fc1", act_columns="act.columns"),
-    bind(catalog.SM90_DACT, "act backward", I="act.columns", activation="act.kind", dtype="dtype"),
+    bind(catalog.SM90_DACT, "act backward", I="act.columns", activation="act.kind", dtype="fc1.compute_dtype"),
     _dgrad("fc1"),
 )
 _MLP = (
@@ -79,7 +74,7 @@ _MLP = (
         H="fc2.out_features",
         I="fc2.in_features",
         activation="act.kind",
-        dtype="dtype",
+        dtype="fc1.compute_dtype",
     ),
     _dgrad("fc1"),
 )
@@ -90,7 +85,7 @@ _SM100_MLP = (
         I="fc2.in_features",
         activation="act.kind",
         glu_interleave="act.glu_interleave",
-        dtype="dtype",
+        dtype="fc1.compute_dtype",
     ),
 )
 
@@ -101,7 +96,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="grouped_mlp",
         pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, slot("fc2", "grouped_linear")),
-        guards=(_NO_RECIPE, _SAME_GROUPS, _FITS, *_weights("fc1", "fc2"), _PLAIN_FC1_BIAS, *_ACT),
+        guards=(_NO_RECIPE, _SAME_GROUPS, _FITS, _SAME_DTYPE, _PLAIN_FC1_BIAS, *_ACT),
         program=GROUPED_MLP,
         kernels=_MLP,
         example=examples.MOE,
@@ -109,7 +104,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="grouped_mlp_sm100",
         pattern=(slot("fc1", "grouped_linear"), _GLU, slot("fc2", "grouped_linear")),
-        guards=(_NO_RECIPE, _SAME_GROUPS, _FITS, *_weights("fc1", "fc2"), _PLAIN_FC1_BIAS, *_ACT),
+        guards=(_NO_RECIPE, _SAME_GROUPS, _FITS, _SAME_DTYPE, _PLAIN_FC1_BIAS, *_ACT),
         program=GROUPED_MLP,
         kernels=_SM100_MLP,
         example=examples.MOE_INTERLEAVED,
@@ -117,7 +112,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="mlp",
         pattern=(slot("fc1", "linear"), _ACTIVATION, slot("fc2", "linear")),
-        guards=(_NO_RECIPE, _FITS, *_weights("fc1", "fc2"), *_ACT),
+        guards=(_NO_RECIPE, _FITS, _SAME_DTYPE, *_ACT),
         program=GROUPED_MLP,
         kernels=_MLP,
         example=examples.FFN,
@@ -125,7 +120,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="grouped_linear_activation",
         pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, slot("quantize", "quantize", optional=True)),
-        guards=(_NO_RECIPE, _EVEN, *_weights("fc1"), _PLAIN_FC1_BIAS, *_ACT),
+        guards=(_NO_RECIPE, _EVEN, _PLAIN_FC1_BIAS, *_ACT),
         program=LINEAR_ACTIVATION,
         kernels=_LINEAR_ACT,
         example=examples.MOE_ACTIVATION_QUANTIZE,
@@ -133,7 +128,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="linear_activation",
         pattern=(slot("fc1", "linear"), _ACTIVATION, slot("quantize", "quantize", optional=True)),
-        guards=(_NO_RECIPE, _EVEN, *_weights("fc1"), *_ACT),
+        guards=(_NO_RECIPE, _EVEN, *_ACT),
         program=LINEAR_ACTIVATION,
         kernels=_LINEAR_ACT,
         example=examples.FFN_ACTIVATION_QUANTIZE,
@@ -141,7 +136,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="grouped_linear_quantize",
         pattern=(slot("fc", "grouped_linear"), slot("quantize", "quantize")),
-        guards=(_NO_RECIPE, *_weights("fc")),
+        guards=(_NO_RECIPE,),
         program=LINEAR,
         kernels=_LINEAR,
         example=examples.MOE_LINEAR_QUANTIZE,
@@ -149,7 +144,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="linear_quantize",
         pattern=(slot("fc", "linear"), slot("quantize", "quantize")),
-        guards=(_NO_RECIPE, *_weights("fc")),
+        guards=(_NO_RECIPE,),
         program=LINEAR,
         kernels=_LINEAR,
         example=examples.FFN_LINEAR_QUANTIZE,
@@ -157,7 +152,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="grouped_linear",
         pattern=(slot("fc", "grouped_linear"),),
-        guards=(_NO_RECIPE, *_weights("fc")),
+        guards=(_NO_RECIPE,),
         program=LINEAR,
         kernels=_LINEAR,
         example=examples.MOE_LINEAR,
@@ -165,7 +160,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="linear",
         pattern=(slot("fc", "linear"),),
-        guards=(_NO_RECIPE, *_weights("fc")),
+        guards=(_NO_RECIPE,),
         program=LINEAR,
         kernels=_LINEAR,
         example=examples.FFN_LINEAR,

@@ -48,7 +48,7 @@ def test_linear_activation_linear_is_a_dense_pattern(kind: str) -> None:
     result = plan(mlp(kind, make=linear), H200)
     assert taken(result) == [("mlp", 0, 3)]
     names = {bound.kernel.name for bound in result.steps[0].kernels}
-    assert "group_offsets" not in names and "grouped_dscale" not in names
+    assert "grouped_dbias" in names and "grouped_dscale" not in names
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 4, 8, 16, 32])
@@ -132,12 +132,16 @@ def test_clamp_that_lacks_a_constant_is_declined(constants: dict[str, object], f
     assert reasons(plan(mlp("clamped_swiglu", **constants), H200), "grouped_mlp") == [f"{found}, needs {wanted}"]
 
 
-def test_dtypes() -> None:
-    weights_differ = Chain(MOE.ops, "float16")
-    text = "fc1.dtype is bfloat16, needs float16 (the compute dtype); store the weights in the compute dtype"
-    assert reasons(plan(weights_differ, H200), "grouped_linear_activation") == [text]
-    fp32 = Chain((grouped_linear("fc1", 64, 128, dtype="float32"),), "float32")
-    assert reasons(plan(fp32, H200), "grouped_linear") == ["the compute dtype is float32, needs bfloat16 or float16"]
+def test_dtype_of_the_weights_and_under_autocast() -> None:
+    fp32 = Chain(tuple(OpSpec(op.kind, op.name, {**op.facts, "dtype": "float32"}) for op in MOE.ops), "bfloat16")
+    text = "fc1.compute_dtype is float32, needs bfloat16 or float16"
+    assert reasons(plan(fp32, H200), "grouped_mlp")[0] == text
+    assert taken(plan(replace(fp32, autocast=True), H200)) == [("grouped_mlp", 0, 3)]
+    assert not plan(replace(MOE, dtype="float32", autocast=True), H200).is_fused
+    mixed = Chain((*MOE.ops[:2], grouped_linear("fc2", 2816, 1024, dtype="float16")), "bfloat16")
+    text = "fc1.compute_dtype is bfloat16, needs float16 (fc2.compute_dtype)"
+    assert reasons(plan(mixed, H200), "grouped_mlp") == [text]
+    assert taken(plan(mixed, H200)) == [("grouped_linear_activation", 0, 2), ("grouped_linear", 2, 3)]
 
 
 def test_ops_known_by_index_are_named_by_index() -> None:
