@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels import catalog, ops
+from cute_kernels import catalog, hopper, ops
 from cute_kernels.limits import (
     DTYPES,
     Limit,
@@ -130,5 +130,7 @@ def test_each_kernel_refuses_other_machines(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in catalog.KERNELS if name.startswith("sm_90a/")])
-def test_each_hopper_kernel_implements_an_operator(name: str) -> None:
-    assert callable(getattr(ops, catalog.KERNELS[name].name))
+def test_each_hopper_kernel_implements_an_operator_where_the_row_says(name: str) -> None:
+    kernel = catalog.KERNELS[name]
+    assert callable(getattr(ops, kernel.name))
+    assert kernel.module == f"cute_kernels.hopper.{hopper._MODULES[kernel.name]}"
