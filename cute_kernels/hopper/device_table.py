@@ -29,7 +29,7 @@ _lock = threading.Lock()
 class TableOptions:
     """Static facts of the kernel that fills a table."""
 
-    values: int = VALUES
+    count: int = VALUES
 
 
 def device_table(values: tuple[int, ...], device: torch.device, stream: int, arch: str) -> Tensor:
