@@ -32,6 +32,7 @@ def deinterleave(t: Tensor, block: int, dim: int) -> Tensor:
     """
     if not block:
         return t
+    dim %= t.dim()
     return t.unflatten(dim, (-1, 2, block)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
@@ -39,6 +40,7 @@ def interleave(t: Tensor, block: int, dim: int) -> Tensor:
     """The inverse of `deinterleave`. 0 returns `t` itself."""
     if not block:
         return t
+    dim %= t.dim()
     return t.unflatten(dim, (2, -1, block)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 

@@ -104,9 +104,17 @@ class _Call:
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Ops choose their compute dtype themselves, so autocast must not touch the products inside them."""
-    if torch.is_autocast_enabled(device.type):
+    if _autocast_dtype(device) is not None:
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of an active autocast on this kind of device, else None."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None
 
 
 class _Run(torch.autograd.Function):
@@ -170,15 +178,19 @@ class OperationFuser:
 
     # -- planning --------------------------------------------------------------------------------------------------
 
-    def plan(self, target: Target, dtype: torch.dtype | None = None) -> Plan:
-        """What runs what on `target`. dtype: the compute dtype; None means the first linear's."""
-        if dtype is None:
-            dtype = self._linear.weight_dtype if self._linear is not None else torch.get_default_dtype()
+    def plan(self, target: Target, autocast_dtype: torch.dtype | None = None) -> Plan:
+        """What runs what on `target`. autocast_dtype: as under `torch.autocast`; None means the first linear's dtype."""
+        dtype = autocast_dtype or self._weight_dtype() or torch.get_default_dtype()
         specs = [replace(op.describe(), name=op.name or name) for name, op in zip(self.names, self.ops, strict=True)]
-        return plan(Chain(tuple(specs), dtype_name(dtype)), target, self.rules)
+        chain = Chain(tuple(specs), dtype_name(dtype), autocast=autocast_dtype is not None)
+        return plan(chain, target, self.rules)
 
-    def _build_steps(self, device: torch.device, dtype: torch.dtype) -> list[_Step]:
-        made = self.plan(Target.of(device), dtype)
+    def _weight_dtype(self) -> torch.dtype | None:
+        """The first linear's dtype, if there is a linear."""
+        return None if self._linear is None else self._linear.weight_dtype
+
+    def _build_steps(self, device: torch.device, autocast_dtype: torch.dtype | None) -> list[_Step]:
+        made = self.plan(Target.of(device), autocast_dtype)
         if made.unfused and self.on_unfused != "allow":
             text = explain(made)
             if self.on_unfused == "error":
@@ -196,11 +208,10 @@ class OperationFuser:
 
     def steps(self, x: Tensor, autocast_dtype: torch.dtype | None) -> list[_Step]:
         """The steps for an input like x; planned when first asked."""
-        dtype = autocast_dtype or (x.dtype if self._linear is None else self._linear.weight_dtype)
-        key = (x.device, dtype)
+        key = (x.device, autocast_dtype, self._weight_dtype())
         steps = self._steps.get(key)
         if steps is None:
-            steps = self._steps[key] = self._build_steps(x.device, dtype)
+            steps = self._steps[key] = self._build_steps(x.device, autocast_dtype)
         return steps
 
     # -- running ---------------------------------------------------------------------------------------------------
@@ -209,7 +220,7 @@ class OperationFuser:
         self, x: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Sequence[dict[str, Any]] | None = None
     ) -> Tensor:
         self._check_call(x, extra_inputs, basic_op_kwargs)
-        autocast_dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+        autocast_dtype = _autocast_dtype(x.device)
         extras: list[Sequence[Tensor]] = []
         at = 0
         for op in self.basic_ops:

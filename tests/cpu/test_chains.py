@@ -1,0 +1,164 @@
+"""Chains on the CPU: unfused against autograd in FP64, and the fused operations (on the reference) against the unfused ops."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fusible_ops as ops
+from tests.cases import SMALL_SPLITS, SPLITS, TAIL, Splits
+from tests.compare import assert_as_accurate
+from tests.models import ACTIVATIONS, GATED, MLP, Inputs, as_if_on, step
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+def test_unfused_mlp_equals_a_loop_of_torch_ops(splits: Splits) -> None:
+    """Forward and every gradient in FP64, against autograd through torch.nn.functional, expert by expert."""
+    mlp = MLP(bias=True, scale_bias=True)
+    model = mlp.build(splits, "cpu", torch.float64)
+    inputs = Inputs.random(splits, mlp.hidden, "cpu", torch.float64)
+    got = step(model, mlp, inputs)
+    x, probs = inputs.x.clone().requires_grad_(), inputs.probs.clone().requires_grad_()
+    model.zero_grad()
+    outputs = []
+    for g, rows in enumerate(splits.slices()):
+        fc1, fc2 = model[0], model[2]
+        gate, up = F.linear(x[rows], getattr(fc1, f"weight{g}"), getattr(fc1, f"bias{g}")).chunk(2, -1)
+        act = F.silu(gate) * up * probs[rows, None]
+        outputs.append(
+            F.linear(act, getattr(fc2, f"weight{g}")) + probs[rows, None].double() * getattr(fc2, f"bias{g}")
+        )
+    y = torch.cat(outputs)
+    y.backward(inputs.dy[: splits.used])
+    torch.testing.assert_close(got["y"][: splits.used], y.detach())
+    torch.testing.assert_close(got["dx"], torch.nan_to_num(x.grad), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(got["dprobs"][: splits.used], probs.grad[: splits.used], rtol=1e-5, atol=1e-5)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(got[f"d{name}"], p.grad, msg=name)
+    for name in ("y", "dx", "dprobs"):
+        assert (got[name][splits.used :] == 0).all(), f"{name} is not zero in the tail"
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("interleave", [None, 1, 4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_equals_unfused(activation: str, interleave: int | None, bias: bool) -> None:
+    """The fused operation, run on the operators' CPU reference, against the unfused ops, both in BF16, and FP64."""
+    if interleave and activation not in GATED:
+        pytest.skip("a unary activation has no halves to interleave")
+    mlp = MLP(activation, bias=bias, scale_bias=bias, interleave=interleave)
+    for splits in SMALL_SPLITS:
+        model = mlp.build(splits, "cpu", torch.bfloat16)
+        inputs = Inputs.random(splits, mlp.hidden, "cpu", torch.bfloat16)
+        unfused = step(model, mlp, inputs)
+        model.append(ops.Identity())
+        del model[-1]
+        with as_if_on("sm_90a"):
+            assert model.groups()[0].plan(model._target("sm_90a")).is_fused
+            fused = step(model, mlp, inputs)
+        exact = step(model.double(), mlp, inputs.to(torch.float64))
+        assert fused.keys() == unfused.keys() == exact.keys()
+        for name in fused:
+            assert_as_accurate(fused[name], unfused[name], exact[name].to(unfused[name].dtype), f"{splits} {name}")
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda d: ops.Sequential(ops.GroupedLinear(3, 16, 32, **d)),
+        lambda d: ops.Sequential(ops.GroupedLinear(3, 16, 32, **d), ops.Quantize()),
+        lambda d: ops.Sequential(ops.GroupedLinear(3, 16, 32, **d), ops.SwiGLU(glu_interleave_size=8)),
+        lambda d: ops.Sequential(ops.GroupedLinear(3, 16, 32, bias=False, **d), ops.SReLU(), ops.Quantize()),
+    ],
+)
+def test_shorter_grouped_chains(build) -> None:
+    model = build({"device": "cpu", "dtype": torch.bfloat16})
+    x, splits = torch.randn(TAIL.rows, 16).bfloat16(), TAIL.tensor()
+    x[TAIL.used :] = float("nan")
+    _compare_fused_and_unfused(model, x, splits)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "middle",
+    [(), (ops.SwiGLU,), (ops.GELU,), (ops.ReLU, ops.Quantize), (ops.ClampedSwiGLU, "down"), (ops.SiLU, "down")],
+)
+def test_dense_chains(bias: bool, middle: tuple) -> None:
+    common = {"bias": bias, "device": "cpu", "dtype": torch.bfloat16}
+    layers = [ops.Linear(16, 48, **common)]
+    layers += [make() for make in middle if make != "down"]
+    if "down" in middle:
+        layers.append(ops.Linear(24 if middle[0] is ops.ClampedSwiGLU else 48, 8, **common))
+    _compare_fused_and_unfused(ops.Sequential(*layers), torch.randn(2, 5, 16).bfloat16())
+
+
+def _compare_fused_and_unfused(model: ops.Sequential, x: torch.Tensor, *extras: torch.Tensor) -> None:
+    """y, dx and all parameter gradients: fused as accurate as unfused against FP64. Also that the whole chain fuses."""
+    results = []
+    dy = None
+    for arch, dtype in (("sm_90a", torch.bfloat16), ("cpu", torch.bfloat16), ("cpu", torch.float64)):
+        model.to(dtype)
+        model._module_groups = None
+        model.zero_grad()
+        leaf = x.detach().clone().to(dtype).requires_grad_()
+        with as_if_on(arch):
+            if arch != "cpu":
+                assert model.groups()[0].plan(model._target(arch)).is_fused
+            y = model(leaf, *extras)
+        dy = torch.randn_like(y) if dy is None else dy
+        y.backward(dy.to(dtype))
+        results.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
+    assert results[0][0].shape[:-1] == x.shape[:-1]
+    for fused, unfused, exact in zip(*results, strict=True):
+        assert_as_accurate(fused, unfused, exact.float())
+
+
+def test_two_linears_with_different_splits() -> None:
+    """Each linear uses its own splits, whichever sum is larger; fused and unfused alike."""
+    mlp = MLP("scaled_geglu", bias=True)
+    for first, second in itertools.permutations([(4, 0, 9), (6, 7, 1), (0, 2, 2)], 2):
+        splits = Splits("rows", first, 20)
+        model = mlp.build(splits, "cpu", torch.float64)
+        x = torch.randn(20, mlp.hidden, dtype=torch.float64, requires_grad=True)
+        probs = torch.rand(20, dtype=torch.float64, requires_grad=True)
+        s1, s2 = torch.tensor(first), torch.tensor(second)
+        results = []
+        for arch in ("cpu", "sm_90a"):
+            model.to(torch.float64 if arch == "cpu" else torch.bfloat16)
+            model._module_groups = None
+            with as_if_on(arch):
+                y = model(x, s1, probs, s2)
+            grads = torch.autograd.grad(y.float().square().sum(), [x, probs, *model.parameters()])
+            results.append([y.detach(), *grads])
+        for unfused, fused in zip(*results, strict=True):
+            error = (unfused - fused.double()).norm() / unfused.norm().clamp(min=1e-30)
+            assert error < 0.05 and fused.isfinite().all()
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_only_wanted_gradients(needs: tuple[bool, bool, bool]) -> None:
+    """Any mix of frozen FC1, frozen FC2 and an input that wants no gradient; fused gives what unfused gives."""
+    want_x, want_fc1, want_fc2 = needs
+    mlp = MLP(bias=True, scale_bias=True)
+    model = mlp.build(TAIL, "cpu", torch.bfloat16)
+    model[0].requires_grad_(want_fc1)
+    model[2].requires_grad_(want_fc2)
+    inputs = Inputs.random(TAIL, mlp.hidden, "cpu", torch.bfloat16)
+    outcomes = []
+    for arch in ("cpu", "sm_90a"):
+        model._module_groups = None
+        model.zero_grad()
+        x = inputs.x.clone().requires_grad_(want_x)
+        with as_if_on(arch):
+            y = model(x, *mlp.extras(TAIL.tensor(), inputs.probs))
+        assert y.requires_grad == any(needs)
+        if any(needs):
+            y.backward(inputs.dy)
+        outcomes.append([x.grad, *(p.grad for p in model.parameters())])
+    for unfused, fused in zip(*outcomes, strict=True):
+        assert (unfused is None) == (fused is None)
+        if fused is not None:
+            assert (unfused - fused).norm() <= 0.02 * unfused.norm()
