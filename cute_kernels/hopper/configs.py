@@ -1,0 +1,123 @@
+"""problem -> Config: tile shape, stages, shared memory, and the reasons; Options: all static facts. No CUTLASS.
+
+A Config is a value: hashable, printable, part of the key that a compiled kernel is cached under. `choose` is pure.
+"""
+
+from dataclasses import dataclass
+
+from cute_kernels.activation import Activation
+
+SMEM_BYTES = 232_448
+"""Shared memory that one CTA may use on SM90, in bytes (227 KiB)."""
+
+STAGING_ROWS, STAGING_COLS = 64, 128
+"""One staging tile of the epilogue: what a consumer warpgroup rounds, swizzles and stores at a time."""
+
+CONSUMERS = 2
+"""Consumer warpgroups; each owns 64 of a tile's 128 rows."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Static shape of one grouped-GEMM kernel. Tiles in elements, registers per thread."""
+
+    tile_m: int = 128
+    tile_n: int = 256
+    tile_k: int = 64
+    stages: int = 4
+    staging_tiles: int = 1
+    producer_registers: int = 40
+    consumer_registers: int = 232
+    element_bytes: int = 2
+
+    def smem_bytes(self) -> int:
+        """Upper bound of the shared memory used: operands, staging, and one KiB each for barriers and bias."""
+        operands = self.stages * (self.tile_m + self.tile_n) * self.tile_k
+        staging = CONSUMERS * self.staging_tiles * STAGING_ROWS * STAGING_COLS
+        return (operands + staging) * self.element_bytes + 2048
+
+    def column_tiles(self, columns: int) -> int:
+        """Tiles that cover `columns` columns of the product."""
+        return -(-columns // self.tile_n)
+
+    def refusals(self) -> tuple[str, ...]:
+        """Why this configuration cannot run; empty if it can."""
+        threads = 128 * (self.producer_registers + CONSUMERS * self.consumer_registers)
+        checks = (
+            (self.tile_m == 64 * CONSUMERS, f"tile_m must be {64 * CONSUMERS}: 64 rows a consumer warpgroup"),
+            (self.tile_n in (128, 256), "tile_n must be 128 or 256: one or two staging tiles wide"),
+            (self.tile_k == 64, "tile_k must be 64: one 128-byte swizzle atom of 16-bit elements"),
+            (self.stages >= 2, "stages must be at least 2: one is read while the next is filled"),
+            (threads <= 65_536, f"registers of all threads must fit 65536; they are {threads}"),
+            (self.smem_bytes() <= SMEM_BYTES, f"shared memory must fit {SMEM_BYTES} bytes; it is {self.smem_bytes()}"),
+        )
+        return tuple(text for holds, text in checks if not holds)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Static facts of one kernel.
+
+    kind: "store", "act" or "dact", the epilogue. contracts_rows: the product sums over the weight's rows (dgrad, dact).
+    separate: weights are G tensors. factor: dtype of probs or of the bias scale, "" if absent.
+    keeps: the optional result is wanted (preact of "act", act of "dact"). has_dprobs: "dact" only.
+    """
+
+    kind: str
+    dtype: str
+    config: Config
+    contracts_rows: bool = False
+    separate: bool = False
+    activation: Activation | None = None
+    glu_interleave: int = 0
+    has_bias: bool = False
+    factor: str = ""
+    keeps: bool = True
+    has_dprobs: bool = False
+    zero_tail: bool = True
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A configuration and why it was chosen, one sentence a fact."""
+
+    config: Config
+    reasons: tuple[str, ...]
+
+
+def deepest(tile_n: int, staging_tiles: int) -> Config:
+    """The configuration of this tile with the most stages that fit."""
+    for stages in range(8, 1, -1):
+        config = Config(tile_n=tile_n, stages=stages, staging_tiles=staging_tiles)
+        if not config.refusals():
+            return config
+    raise ValueError(f"no stage count fits tile_n={tile_n} with {staging_tiles} staging tiles")
+
+
+def choose(kind: str, columns: int, gated: bool = False) -> Choice:
+    """The configuration for one kernel.
+
+    kind: "store" (product, optional bias), "act" (product and activation) or "dact" (product and its gradient).
+    columns: columns of the product as the weight states them (2I for a gated "act"). gated: f has two inputs.
+    """
+    if kind == "dact":
+        tiles = 3 if gated else 2
+        what = "gate, up and act" if gated else "pre-activation and act"
+        return Choice(
+            deepest(128, tiles),
+            (f"128 columns: {what} tiles of both warpgroups lie in shared memory beside the operand ring",),
+        )
+    if kind not in ("store", "act"):
+        raise ValueError(f"kind must be 'store', 'act' or 'dact'; it is {kind!r}")
+    if columns <= 128 and not gated:
+        return Choice(deepest(128, 1), ("128 columns: the product has no more, a wider tile would multiply zeros",))
+    why = "gate and up halves of 128 columns meet in one thread" if gated else "widest tile whose sums fit in registers"
+    return Choice(deepest(256, 1), (f"256 columns: {why}", "fewest operand bytes per product"))
+
+
+def grid_size(rows: int, groups: int, column_tiles: int, sms: int, sm_margin: int, tile_m: int = 128) -> int:
+    """CTAs to launch: one an SM, less the margin, and no more than tiles can exist for any split of `rows`."""
+    if sm_margin < 0:
+        raise ValueError(f"sm_margin must be at least 0; it is {sm_margin}")
+    most_row_tiles = min(rows, rows // tile_m + groups)
+    return max(1, min(sms - sm_margin, most_row_tiles * column_tiles))

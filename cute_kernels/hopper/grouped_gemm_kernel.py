@@ -1,0 +1,402 @@
+"""out[rows of g] = epilogue(x[rows of g] · W_g) for every group g: the main loop of all row-ragged products on SM90.
+
+Shapes: x [T, C] row-major; W stacked [G, N, K] or separate [N, K] tensors; offsets [G+1] int32, read on the device only.
+The product contracts K (forward: C = K, one output column per weight row) or N (dgrad and dact: C = N, one output column
+per weight column). 16-bit elements, FP32 sums. What becomes of the sums is the epilogue's business.
+
+Tiles of 128 rows x 256 or 128 columns, 64 contracted elements a stage. A tile never spans groups: rows at or past the
+group's end are computed from whatever follows (each row only reaches its own result) and not stored.
+
+Roles, one CTA per SM, 384 threads, each role walking the same schedule:
+    warp 0      loads x and W tiles by TMA
+    warp 1      loads what the epilogue asked for (the saved pre-activation) by TMA
+    warps 2, 3  zero the results' tail rows, offsets[G] to T, beside the products
+    warps 4-7, 8-11   two consumer warpgroups: 64 rows each, WGMMA, then the epilogue
+
+Pipelines:
+    ring    warp 0 -> 8 consumer warps (one arrival each), `stages` deep, one transaction count for x and W boxes
+    extra   warp 1 -> 8 consumer warps, 1 deep, refilled when the epilogue has stored the tile before
+
+Timeline of a tile: the ring runs ahead into the next tile while the consumers are in the epilogue; inside the main loop
+one WGMMA group stays in flight and the stage before it is released. The tensor cores idle during the epilogue only.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory as cutlass_memory
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.tensor_utils import LayoutEnum
+
+from cute_kernels.hopper.configs import CONSUMERS, Options
+from cute_kernels.hopper.epilogues import epilogue
+from cute_kernels.hopper.epilogues.activation import Activate
+from cute_kernels.hopper.epilogues.dactivation import Differentiate
+from cute_kernels.hopper.epilogues.store import Store
+from cute_kernels.hopper.operand_views import rows_view, weight_view
+from cute_kernels.hopper.schedule import locate, seek
+
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
+
+
+class Walk(NamedTuple):
+    """What a role needs to find its tiles."""
+
+    offsets: Any
+    groups: Any
+    column_tiles: Any
+    cta: Any
+    ctas: Any
+
+    @property
+    def threads(self):
+        return 128 * self.ctas
+
+
+class Ring(NamedTuple):
+    """Shared memory of the operands (x, W as WGMMA reads it, W as boxes for TMA) and the contraction tiles a half."""
+
+    x: Any
+    w: Any
+    w_boxes: Any
+    tiles: Any
+
+
+class Source(NamedTuple):
+    """A TMA atom and the coordinates it reads."""
+
+    atom: Any
+    tensor: Any
+
+
+class GroupedGemm:
+    """The kernel for one set of options."""
+
+    def __init__(self, options: Options):
+        config = options.config
+        self.dtype = DTYPES[options.dtype]
+        self.tile_m, self.tile_n, self.tile_k, self.stages = config.tile_m, config.tile_n, config.tile_k, config.stages
+        self.registers = config.producer_registers, config.consumer_registers
+        self.contracts_rows, self.separate = options.contracts_rows, options.separate
+        self.block = options.glu_interleave
+        self.epilogue = make_epilogue(options)
+        gated = options.kind == "act" and options.activation.is_glu
+        self.boxes = 2 if gated else 1
+        """W boxes a stage: gate rows and up rows."""
+        self.passes = 2 if options.kind == "store" and options.glu_interleave else 1
+        """Halves that are contracted one after the other."""
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        w: cute.Tensor,
+        table: cute.Tensor,
+        offsets: cute.Tensor,
+        epilogue_args: tuple,
+        grid: Int32,
+        stream,
+    ):
+        tile, box = (self.tile_m, self.tile_n, self.tile_k), (self.tile_m, self.tile_n // self.boxes, self.tile_k)
+        w_major = LayoutEnum.COL_MAJOR if const_expr(self.contracts_rows) else LayoutEnum.ROW_MAJOR
+        layout_x = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.stages)
+        layout_w = sm90.make_smem_layout_b(w_major, tile, self.dtype, self.stages)
+        layout_box = sm90.make_smem_layout_b(w_major, box, self.dtype, self.stages * self.boxes)
+        layout_staging = epilogue.staging_layout(CONSUMERS * self.epilogue.staging_tiles, self.dtype)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        view = weight_view(w, self.boxes * self.passes, self.block, self.contracts_rows, self.separate)
+        one_x, one_box = cute.slice_(layout_x, (None, None, 0)), cute.slice_(layout_box, (None, None, 0))
+        atom_x, tma_x = cpasync.make_tiled_tma_atom(load, rows_view(x, self.passes), one_x, (tile[0], tile[2]))
+        atom_w, tma_w = cpasync.make_tiled_tma_atom(load, view, one_box, (box[1], box[2]))
+        atom_e, tma_e = None, None
+        if const_expr(self.epilogue.fetched > 0):
+            saved = rows_view(self.epilogue.Args(*epilogue_args).preact, self.epilogue.fetched)
+            one = epilogue.staging_layout(1, self.dtype)
+            atom_e, tma_e = cpasync.make_tiled_tma_atom(
+                load, saved, cute.slice_(one, (None, None, 0)), (epilogue.ROWS, epilogue.COLS)
+            )
+        major = OperandMajorMode.MN if const_expr(self.contracts_rows) else OperandMajorMode.K
+        mma = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (CONSUMERS, 1, 1), (64, self.tile_n)
+        )
+        bias_values = CONSUMERS * 2 * epilogue.COLS if const_expr(self.has_bias(epilogue_args)) else 8
+
+        @cute.struct
+        class Storage:
+            ring: cute.struct.MemRange[Int64, self.stages * 2]
+            extra: cute.struct.MemRange[Int64, 2]
+            bias: cute.struct.Align[cute.struct.MemRange[self.dtype, bias_values], 16]
+            x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_x)], 1024]
+            w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_w)], 1024]
+            staging: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_staging)], 1024]
+
+        self.Storage = Storage
+        layouts = (layout_x, layout_w, layout_box, layout_staging)
+        self.kernel(atom_x, tma_x, atom_w, tma_w, atom_e, tma_e, table, offsets, epilogue_args, mma, *layouts).launch(
+            grid=[grid, 1, 1], block=[128 * (1 + CONSUMERS), 1, 1], min_blocks_per_mp=1, stream=stream
+        )
+
+    def has_bias(self, epilogue_args) -> bool:
+        return self.epilogue.bias(self.epilogue.Args(*epilogue_args)) is not None
+
+    @cute.kernel
+    def kernel(
+        self,
+        atom_x: cute.CopyAtom,
+        tma_x: cute.Tensor,
+        atom_w: cute.CopyAtom,
+        tma_w: cute.Tensor,
+        atom_e,
+        tma_e,
+        table: cute.Tensor,
+        offsets: cute.Tensor,
+        epilogue_args: tuple,
+        mma: cute.TiledMma,
+        layout_x: cute.ComposedLayout,
+        layout_w: cute.ComposedLayout,
+        layout_box: cute.ComposedLayout,
+        layout_staging: cute.ComposedLayout,
+    ):
+        args = self.epilogue.Args(*epilogue_args)
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group_of_warps = cute.arch.make_warp_uniform(thread // 128)
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        if warp == 0:
+            cpasync.prefetch_descriptor(atom_x)
+            cpasync.prefetch_descriptor(atom_w)
+        memory = cutlass_memory.SmemAllocator().allocate(self.Storage)
+        extra = self.make_pipe(memory.extra, 1, CONSUMERS * self.epilogue.fetched * epilogue.ROWS * epilogue.COLS, True)
+        pipe = self.make_pipe(memory.ring, self.stages, (self.tile_m + self.tile_n) * self.tile_k, False)
+        ring = Ring(
+            memory.x.get_tensor(layout_x.outer, swizzle=layout_x.inner),
+            memory.w.get_tensor(layout_w.outer, swizzle=layout_w.inner),
+            memory.w.get_tensor(layout_box.outer, swizzle=layout_box.inner),
+            (cute.size(tma_w, mode=[1]) + self.tile_k - 1) // self.tile_k,
+        )
+        tiles = memory.staging.get_tensor(layout_staging.outer, swizzle=layout_staging.inner)
+        box_n = self.tile_n // self.boxes
+        column_tiles = (cute.size(tma_w, mode=[0]) + box_n - 1) // box_n
+        walk = Walk(offsets, offsets.shape[0] - 1, column_tiles, cta, ctas)
+        if group_of_warps == 0:
+            cute.arch.setmaxregister_decrease(self.registers[0])
+            if warp == 0:
+                self.produce(pipe, ring, Source(atom_x, tma_x), Source(atom_w, tma_w), table, walk)
+            if const_expr(self.epilogue.fetched > 0):  # noqa: SIM102 (traced, then run)
+                if warp == 1:
+                    self.fetch(extra, Source(atom_e, tma_e), tiles, walk)
+            if warp >= 2:
+                self.zero_tail(args, walk, thread - 64)
+        if group_of_warps > 0:
+            cute.arch.setmaxregister_increase(self.registers[1])
+            consumer = group_of_warps - 1
+            bias = memory.bias.get_tensor(cute.make_layout((2 * epilogue.COLS, CONSUMERS)))
+            room = epilogue.Room(
+                tiles,
+                consumer * self.epilogue.staging_tiles,
+                bias[None, consumer] if const_expr(self.has_bias(epilogue_args)) else None,
+                pipeline.NamedBarrier(barrier_id=group_of_warps, num_threads=128),
+                thread % 128,
+            )
+            self.consume(pipe, ring, extra, mma, room, args, walk, consumer)
+
+    def make_pipe(self, barriers, stages: int, elements: int, more_follow: bool):
+        """One producer thread, eight consumer warps; a stage is full when `elements` arrived. None if there are none."""
+        if elements == 0:
+            return None
+        return pipeline.PipelineTmaAsync.create(
+            num_stages=stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * CONSUMERS),
+            tx_count=elements * self.dtype.width // 8,
+            barrier_storage=barriers.data_ptr(),
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            defer_sync=more_follow,
+        )
+
+    @cute.jit
+    def produce(self, pipe, ring: Ring, x: Source, w: Source, table, walk: Walk):
+        """Warp 0: fill the ring, tile after tile."""
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        index, group, first = Int32(walk.cta), Int32(0), Int32(0)
+        group, first = seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
+        while group < walk.groups:
+            tile = locate(walk.offsets, walk.column_tiles, self.tile_m, index, group, first)
+            place = group
+            if const_expr(self.separate):
+                place = table[group].to(Int32)
+            rows = cute.domain_offset((tile.row, 0, 0), x.tensor)
+            tiles_x = cute.local_tile(rows, (self.tile_m, self.tile_k), (0, None, None))
+            box = (self.tile_n // self.boxes, self.tile_k)
+            tiles_w = cute.local_tile(w.tensor[None, None, None, place], box, (tile.column_tile, None, None))
+            to_x, from_x = partition(x.atom, ring.x, tiles_x)
+            to_w, from_w = partition(w.atom, ring.w_boxes, tiles_w)
+            for half in range_constexpr(self.passes):
+                for k in cutlass.range(ring.tiles, unroll=1):
+                    pipe.producer_acquire(state)
+                    full = pipe.producer_get_barrier(state)
+                    cute.copy(x.atom, from_x[None, k, half], to_x[None, state.index], tma_bar_ptr=full)
+                    for part in range_constexpr(self.boxes):
+                        stage = self.boxes * state.index + part
+                        cute.copy(w.atom, from_w[None, k, half + part], to_w[None, stage], tma_bar_ptr=full)
+                    state.advance()
+            index += walk.ctas
+            group, first = seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
+        pipe.producer_tail(state)
+
+    @cute.jit
+    def fetch(self, extra, saved: Source, tiles, walk: Walk):
+        """Warp 1: the saved pre-activation of each tile into the staging tiles, gate and up for both warpgroups."""
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        index, group, first = Int32(walk.cta), Int32(0), Int32(0)
+        group, first = seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
+        while group < walk.groups:
+            tile = locate(walk.offsets, walk.column_tiles, self.tile_m, index, group, first)
+            rows = cute.domain_offset((tile.row, 0, 0), saved.tensor)
+            saved_tiles = cute.local_tile(rows, (epilogue.ROWS, epilogue.COLS), (None, tile.column_tile, None))
+            target, source = partition(saved.atom, tiles, saved_tiles)
+            extra.producer_acquire(state)
+            full = extra.producer_get_barrier(state)
+            for consumer in range_constexpr(CONSUMERS):
+                for half in range_constexpr(self.epilogue.fetched):
+                    at = consumer * self.epilogue.staging_tiles + half
+                    cute.copy(saved.atom, source[None, consumer, half], target[None, at], tma_bar_ptr=full)
+            state.advance()
+            index += walk.ctas
+            group, first = seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
+        extra.producer_tail(state)
+
+    @cute.jit
+    def zero_tail(self, args, walk: Walk, worker):
+        """Warps 2 and 3: rows of no group become zero, 64 threads a CTA."""
+        for out in self.epilogue.zeroed(args):
+            epilogue.zero_rows(out, walk.offsets[walk.groups], walk.cta * 64 + worker, walk.ctas * 64)
+
+    @cute.jit
+    def consume(self, pipe, ring: Ring, extra, mma, room, args, walk: Walk, consumer):
+        """A consumer warpgroup: products of its 64 rows, then the epilogue, tile after tile."""
+        slice_of = mma.get_slice(consumer * 128)
+        fragment_x = mma.make_fragment_A(slice_of.partition_A(ring.x))
+        fragment_w = mma.make_fragment_B(slice_of.partition_B(ring.w))
+        acc = cute.make_rmem_tensor(slice_of.partition_shape_C((self.tile_m, self.tile_n)), Float32)
+        sums = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        extra_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        index, group, first = Int32(walk.cta), Int32(0), Int32(0)
+        group, first = seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
+        while group < walk.groups:
+            whole = locate(walk.offsets, walk.column_tiles, self.tile_m, index, group, first)
+            tile = whole._replace(row=whole.row + consumer * epilogue.ROWS)
+            held = self.epilogue.load(args, tile, room)
+            state = self.multiply(pipe, ring, state, mma, acc, fragment_x, fragment_w)
+            if const_expr(self.epilogue.fetched > 0):
+                extra.consumer_wait(extra_state)
+            self.epilogue.finish(args, held, sums, tile, room)
+            if const_expr(self.epilogue.fetched > 0):
+                cute.arch.fence_proxy("async.shared", space="cta")
+                room.barrier.arrive_and_wait()
+                extra.consumer_release(extra_state)
+                extra_state.advance()
+            index += walk.ctas
+            group, first = seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
+
+    @cute.jit
+    def multiply(self, pipe, ring: Ring, state, mma, acc, fragment_x, fragment_w):
+        """acc = the products of one tile; one WGMMA group stays in flight, the stage before it is released."""
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, False)
+        used = state.clone()
+        pipe.consumer_wait(state)
+        warpgroup.fence()
+        for k in range_constexpr(self.tile_k // 16):
+            cute.gemm(atom, acc, fragment_x[None, None, k, state.index], fragment_w[None, None, k, state.index], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+        state.advance()
+        for _ in cutlass.range(ring.tiles * self.passes - 1, unroll=1):
+            pipe.consumer_wait(state)
+            warpgroup.fence()
+            for k in range_constexpr(self.tile_k // 16):
+                cute.gemm(
+                    atom, acc, fragment_x[None, None, k, state.index], fragment_w[None, None, k, state.index], acc
+                )
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            pipe.consumer_release(used)
+            used.advance()
+            state.advance()
+        warpgroup.wait_group(0)
+        pipe.consumer_release(used)
+        return state
+
+
+def partition(atom, shared, tiles):
+    """(shared memory by stage, source by tile) as the TMA atom wants them."""
+    return cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
+
+
+def make_epilogue(options: Options):
+    """The epilogue object that the options ask for."""
+    if options.kind == "store":
+        return Store(options.config.tile_n, options.zero_tail)
+    if options.kind == "act":
+        return Activate(options.activation, options.config.tile_n, options.glu_interleave, options.zero_tail)
+    return Differentiate(options.activation, options.keeps, options.zero_tail)
+
+
+def build(options: Options):
+    """(jit function, fake arguments) of the kernel for `options`."""
+    dtype = DTYPES[options.dtype]
+    rows, columns, contracted, groups = cute.sym_int(), eights(), eights(), cute.sym_int()
+    w_rows, w_columns = (contracted, columns) if options.contracts_rows else (columns, contracted)
+    w = matrix(dtype, w_rows, w_columns) if options.separate else matrix(dtype, groups, w_rows, w_columns)
+    table = vector(Int64, groups) if options.separate else None
+    offsets = vector(Int32, cute.sym_int())
+    x, outputs = strided_rows(dtype, rows, contracted), fake_epilogue(options, rows, columns)
+    return GroupedGemm(options), (x, w, table, offsets, outputs, Int32(1), make_fake_stream())
+
+
+def fake_epilogue(options: Options, rows, columns) -> tuple:
+    """The epilogue's arguments, in the order of its Args."""
+    dtype = DTYPES[options.dtype]
+    factor = vector(DTYPES[options.factor], rows) if options.factor else None
+    bias = matrix(dtype, cute.sym_int(), columns) if options.has_bias else None
+    if options.kind == "store":
+        return matrix(dtype, rows, columns), bias, factor
+    if options.kind == "act":
+        act = matrix(dtype, rows, eights())
+        return act, matrix(dtype, rows, columns) if options.keeps else None, bias, factor
+    pre = eights()
+    act = matrix(dtype, rows, columns) if options.keeps else None
+    partial = None
+    if options.has_dprobs:
+        partial = make_fake_compact_tensor(Float32, (rows, cute.sym_int()), stride_order=(1, 0), assumed_align=4)
+    return matrix(dtype, rows, pre), act, partial, strided_rows(dtype, rows, pre), factor
+
+
+def eights():
+    """A dynamic extent that 16-byte rows of 16-bit elements divide."""
+    return cute.sym_int(divisibility=8)
+
+
+def matrix(dtype, *shape):
+    """A contiguous fake tensor, its last mode innermost."""
+    order = tuple(range(len(shape) - 1, -1, -1))
+    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)
+
+
+def strided_rows(dtype, rows, columns):
+    """A fake matrix of contiguous rows that start at multiples of 16 bytes, some distance apart."""
+    return make_fake_tensor(dtype, (rows, columns), stride=(cute.sym_int64(divisibility=8), 1), assumed_align=16)
+
+
+def vector(dtype, size):
+    return make_fake_compact_tensor(dtype, (size,), assumed_align=dtype.width // 8)
