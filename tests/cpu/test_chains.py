@@ -1,4 +1,4 @@
-"""Chains on the CPU: unfused against autograd in FP64, and the fused operations (on the reference) against the unfused ops."""
+"""Chains on the CPU: unfused against autograd in FP64, and fused (on the operators' reference) against unfused."""
 
 from __future__ import annotations
 

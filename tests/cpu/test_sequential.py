@@ -195,7 +195,7 @@ def test_export_raises() -> None:
 def test_widths_that_do_not_chain_name_the_two_ops() -> None:
     model = ops.Sequential({"fc1": ops.Linear(8, 32, **CPU), "act": ops.SwiGLU(), "fc2": ops.Linear(32, 8, **CPU)})
     with pytest.raises(
-        ValueError, match="SwiGLU act gives 16 columns, but BasicLinear fc2, which follows it, takes 32"
+        ValueError, match=r"SwiGLU act gives 16 columns, but BasicLinear fc2, which follows it, takes 32"
     ):
         model(torch.randn(2, 8))
     with pytest.raises(ValueError, match=r"SwiGLU 1, after BasicLinear 0: .*even number of columns, got 33"):
