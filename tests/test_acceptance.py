@@ -212,7 +212,7 @@ def test_fused_and_unfused_keep_the_shape(place: Place, shape: tuple[int, ...]) 
 
 
 def test_never_silently_unfused() -> None:
-    """explain() names the first unmet condition on one machine and fuses the chain on another; "error" says the same."""
+    """explain() names the first unmet condition on one machine, fuses on another; "error" says the same."""
     plain = ops.Sequential(
         ops.GroupedLinear(4, 64, 128, device="cpu", dtype=torch.bfloat16),
         ops.SwiGLU(),

@@ -48,9 +48,9 @@ def test_list_interface() -> None:
     assert list(model) == [a, c, d]
     del model[1:]
     assert list(model) == [a]
-    with pytest.raises(IndexError, match="out of range"):
+    with pytest.raises(IndexError, match=r"out of range"):
         model[5]
-    with pytest.raises(TypeError, match="holds nn.Modules"):
+    with pytest.raises(TypeError, match=r"holds nn.Modules"):
         model.append("gelu")
 
 
@@ -85,17 +85,17 @@ def test_extra_inputs_go_to_the_ops_in_order() -> None:
     splits = TAIL.tensor()
     with pytest.raises(ValueError, match=r"Expected 4 extra inputs but got 3.*GroupedLinear fc1 takes 1"):
         model(inputs.x, splits, inputs.probs, splits)
-    with pytest.raises(ValueError, match="Expected 4 extra inputs but got 5"):
+    with pytest.raises(ValueError, match=r"Expected 4 extra inputs but got 5"):
         model(inputs.x, *mlp.extras(splits, inputs.probs), splits)
 
 
 def test_op_kwargs_are_checked() -> None:
     model, x = ops.Sequential(ops.ReLU(), ops.Linear(8, 8, **CPU)), torch.randn(2, 8)
-    with pytest.raises(TypeError, match="takes no keyword argument 'speed'"):
+    with pytest.raises(TypeError, match=r"takes no keyword argument 'speed'"):
         model(x, op_kwargs={0: {"speed": 1}})
-    with pytest.raises(ValueError, match="not a basic op"):
+    with pytest.raises(ValueError, match=r"not a basic op"):
         model(x, op_kwargs={1: {}})
-    with pytest.raises(ValueError, match="not in this Sequential"):
+    with pytest.raises(ValueError, match=r"not in this Sequential"):
         model(x, op_kwargs={ops.ReLU(): {}})
 
 
@@ -173,22 +173,22 @@ def test_double_backward_raises() -> None:
     model, x = ops.Sequential(ops.GELU()), torch.randn(3, 4, requires_grad=True)
     y = model(x)
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y, requires_grad=True), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match=r"once_differentiable"):
         dx.sum().backward()
 
 
 def test_functorch_raises() -> None:
     model = ops.Sequential(ops.GELU())
-    with pytest.raises(RuntimeError, match="does not run under torch.func"):
+    with pytest.raises(RuntimeError, match=r"does not run under torch.func"):
         torch.func.grad(lambda x: model(x).sum())(torch.randn(3))
-    with pytest.raises(RuntimeError, match="does not run under torch.func"):
+    with pytest.raises(RuntimeError, match=r"does not run under torch.func"):
         torch.vmap(model)(torch.randn(3, 4))
 
 
 def test_export_raises() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(Exception, match="cannot be exported"):
+        with pytest.raises(Exception, match=r"cannot be exported"):
             torch.export.export(ops.Sequential(ops.GELU()), (torch.randn(3, 4),), strict=False)
 
 
@@ -200,14 +200,14 @@ def test_widths_that_do_not_chain_name_the_two_ops() -> None:
         model(torch.randn(2, 8))
     with pytest.raises(ValueError, match=r"SwiGLU 1, after BasicLinear 0: .*even number of columns, got 33"):
         ops.Sequential(ops.Linear(8, 33, bias=False, **CPU), ops.SwiGLU())(torch.randn(2, 8))
-    with pytest.raises(ValueError, match="glu_interleave_size=3 does not divide 16"):
+    with pytest.raises(ValueError, match=r"glu_interleave_size=3 does not divide 16"):
         ops.Sequential(ops.Linear(8, 32, **CPU), ops.SwiGLU(glu_interleave_size=3)).explain("sm_90a")
 
 
 def test_rules_and_on_unfused_are_checked() -> None:
     with pytest.raises((TypeError, ValueError)):
         ops.Sequential(ops.GELU(), rules="fast")
-    with pytest.raises(ValueError, match="on_unfused must be one of"):
+    with pytest.raises(ValueError, match=r"on_unfused must be one of"):
         ops.Sequential(ops.GELU(), on_unfused="explode")
 
 
@@ -216,7 +216,7 @@ def test_on_unfused_error_and_warn_say_why() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)run unfused.*needs sm_90a; this is cpu"):
         strict(inputs.x, *mlp.extras(TAIL.tensor(), inputs.probs))
     mlp, chatty, inputs = _mlp(on_unfused="warn")
-    with pytest.warns(UserWarning, match="needs sm_90a; this is cpu"):
+    with pytest.warns(UserWarning, match=r"needs sm_90a; this is cpu"):
         chatty(inputs.x, *mlp.extras(TAIL.tensor(), inputs.probs))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

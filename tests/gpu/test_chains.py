@@ -1,4 +1,4 @@
-"""Grouped MLPs on Hopper: fused as accurate as unfused against FP32, for y, dx, dprobs and every parameter's gradient."""
+"""Grouped MLPs on Hopper: fused as accurate as unfused against FP32, in y, dx, dprobs and all parameter gradients."""
 
 from __future__ import annotations
 
