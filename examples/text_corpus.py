@@ -6,6 +6,7 @@ file its last twentieth; of the held-out bytes at most 256 KiB are kept.
 
 from __future__ import annotations
 
+import math
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,7 @@ def bigram_entropy(text: Tensor) -> float:
 
 
 def _entropy(p: Tensor) -> float:
-    return -torch.special.xlogy(p, p).sum().item() / torch.log(torch.tensor(2.0)).item()
+    return -torch.special.xlogy(p, p).sum().item() / math.log(2)
 
 
 def _tensor(text: bytes) -> Tensor:

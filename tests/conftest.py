@@ -10,6 +10,8 @@ import torch
 
 from cute_kernels.target import Target
 
+torch.set_num_threads(1)  # the shapes are small, and threads that wait for each other are slow on a busy machine
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu"))]
