@@ -1,8 +1,8 @@
 """out[rows of g] = epilogue(x[rows of g] · W_g) for every group g: the main loop of all row-ragged products on SM90.
 
-Shapes: x [T, C] row-major; W stacked [G, N, K] or separate [N, K] tensors; offsets [G+1] int32, read on the device only.
-The product contracts K (forward: C = K, one output column per weight row) or N (dgrad and dact: C = N, one output column
-per weight column). 16-bit elements, FP32 sums. What becomes of the sums is the epilogue's business.
+Shapes: x [T, C] row-major; W stacked [G, N, K] or separate [N, K] tensors; offsets [G+1] int32, read on the device.
+The product contracts K (forward: C = K, one output column a weight row) or N (dgrad and dact: C = N, one output column
+a weight column). 16-bit elements, FP32 sums. What becomes of the sums is the epilogue's business.
 
 Tiles of 128 rows x 256 or 128 columns, 64 contracted elements a stage. A tile never spans groups: rows at or past the
 group's end are computed from whatever follows (each row only reaches its own result) and not stored.
@@ -207,7 +207,7 @@ class GroupedGemm:
             self.consume(pipe, ring, extra, mma, room, args, walk, consumer)
 
     def make_pipe(self, barriers, stages: int, elements: int, more_follow: bool):
-        """One producer thread, eight consumer warps; a stage is full when `elements` arrived. None if there are none."""
+        """One producer thread, eight consumer warps; a stage is full with `elements`. None if there are none."""
         if elements == 0:
             return None
         return pipeline.PipelineTmaAsync.create(

@@ -4,13 +4,13 @@ args: (dpreact [T, 2I or I], act [T, I] or None, partial [T, tiles] FP32 or None
 
 The producer brings the tile's pre-activation, 64 x 128 a half and warpgroup, into the staging tiles while the products
 run. The gradients are written over it in place, act into a tile of its own, and all leave as 16-byte rows. dA is never
-rounded. A row's sum over this tile's 128 columns goes to partial[row, column tile]: the host adds the tiles in a fixed order.
+rounded. A row's sum over this tile's 128 columns goes to partial[row, column tile]; the host adds the tiles in order.
 """
 
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float32
 
 from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.activation import functions
@@ -81,12 +81,8 @@ class Differentiate:
         local = room.row() + 8 * row
         for block in range(epilogue.COLS // 8):
             word = 4 * block + room.thread % 4
-            inputs = []
-            for half in range(self.halves):
-                pair = cute.make_rmem_tensor((1,), Uint32)
-                pair[0] = pairs[local, word, room.first + half]
-                inputs.append(cute.recast_tensor(pair, dtype))
-            results = [cute.make_rmem_tensor((2,), Float32) for _ in range(self.halves + self.has_act)]
+            inputs = [epilogue.unpacked(pairs[local, word, room.first + half], dtype) for half in range(self.halves)]
+            results = [[None, None] for _ in range(self.staging_tiles)]
             for e in range(2):
                 grad = acc[4 * block + 2 * row + e]
                 value, *slopes = self.curve.backward(self.facts, *(x[e].to(Float32) for x in inputs))
@@ -97,7 +93,5 @@ class Differentiate:
                 if self.has_act:
                     results[self.halves][e] = value if factor is None else value * factor
             for index, result in enumerate(results):
-                packed = cute.make_rmem_tensor((2,), dtype)
-                packed.store(result.load().to(dtype))
-                pairs[local, word, room.first + index] = cute.recast_tensor(packed, Uint32)[0]
+                pairs[local, word, room.first + index] = epilogue.packed(*result, dtype)
         return total

@@ -1,6 +1,6 @@
 """What every epilogue shares: from sums in registers to rows in global memory.
 
-A consumer warpgroup owns 64 rows of a tile. Thread t of its 128 holds rows r and r + 8,
+A consumer warpgroup owns 64 rows of a tile. Thread t of its 128 holds rows r and r + 8, where
 r = 16 (t // 32) + (t % 32) // 4, and of every 8 columns the pair 2 (t % 4) + {0, 1}: element i of a 64 x 8n fragment is row r + 8 ((i // 2) % 2), column
 8 (i // 4) + 2 (t % 4) + i % 2. So the gate half and the up half of a 64 x 256 fragment meet in one thread.
 
@@ -29,7 +29,7 @@ ROWS, COLS = 64, 128
 
 
 class Room(NamedTuple):
-    """What one consumer warpgroup has: staging tiles from `first` on, 256 bias values, a barrier; and which thread asks."""
+    """What one consumer warpgroup has: staging tiles from `first` on, 256 bias values, a barrier; and the thread."""
 
     staging: cute.Tensor
     first: Any
@@ -56,6 +56,22 @@ def words(staging: cute.Tensor):
     """The same shared memory as 32-bit pairs. recast_tensor alone would drop the swizzle, so it is given again."""
     pointer = cute.recast_ptr(staging.iterator, cute.make_swizzle(3, 4, 3), dtype=Uint32)
     return cute.make_tensor(pointer, cute.recast_layout(32, 16, staging.layout))
+
+
+def unpacked(word, dtype):
+    """The two values of a 32-bit pair. (Recasting a tensor of one word would give both values the same address.)"""
+    pair = cute.make_rmem_tensor((2,), dtype)
+    cute.make_tensor(cute.recast_ptr(pair.iterator, dtype=Uint32), cute.make_layout(1))[0] = word
+    return pair
+
+
+def packed(first, second, dtype):
+    """Two FP32 values rounded into one 32-bit pair."""
+    pair = cute.make_rmem_tensor((2,), Float32)
+    pair[0], pair[1] = first, second
+    result = cute.make_rmem_tensor((2,), dtype)
+    result.store(pair.load().to(dtype))
+    return cute.make_tensor(cute.recast_ptr(result.iterator, dtype=Uint32), cute.make_layout(1))[0]
 
 
 def part(values: cute.Tensor, half: int, count: int):
@@ -151,9 +167,7 @@ def add_bias(acc: cute.Tensor, room: Room, factors):
     """acc += factor of the row times bias of the column; `factors` holds the two rows', or is None for 1."""
     pairs = cute.make_tensor(cute.recast_ptr(room.bias.iterator, dtype=Uint32), cute.make_layout(COLS))
     for block in range(cute.size(acc) // 4):
-        pair = cute.make_rmem_tensor((1,), Uint32)
-        pair[0] = pairs[4 * block + room.thread % 4]
-        values = cute.recast_tensor(pair, room.bias.element_type)
+        values = unpacked(pairs[4 * block + room.thread % 4], room.bias.element_type)
         for row in range(2):
             for column in range(2):
                 value = values[column].to(Float32)

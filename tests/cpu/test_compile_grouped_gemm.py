@@ -1,0 +1,85 @@
+"""Every kind of grouped product compiles for sm_90a without a GPU, spills nothing and keeps WGMMA asynchronous.
+
+Spills and serialisation come from ptxas: a spill shows as a stack frame of the kernel, a serialised WGMMA as more waits
+in the machine code than the source has. Skipped where CUTLASS, or the tools that read a cubin, are not installed.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cute_kernels import launch
+from cute_kernels.activation import Activation
+from cute_kernels.hopper.configs import Options, choose
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile")
+
+MODULE = "cute_kernels.hopper.grouped_gemm_kernel"
+SWIGLU = Activation("swiglu")
+CLAMPED = Activation("clamped_swiglu", 7.0, 1.702, 1.0)
+
+
+def options(kind: str, columns: int = 1024, dtype: str = "bfloat16", **facts) -> Options:
+    activation = facts.get("activation")
+    config = choose(kind, columns, activation is not None and activation.is_glu).config
+    return Options(kind, dtype, config, contracts_rows=facts.pop("contracts_rows", kind == "dact"), **facts)
+
+
+CASES = {
+    "store": options("store"),
+    "store_narrow": options("store", 64),
+    "store_bias_scale_fp16": options("store", dtype="float16", has_bias=True, factor="float32"),
+    "dgrad_interleaved_separate": options("store", contracts_rows=True, glu_interleave=32, separate=True),
+    "act_swiglu": options("act", activation=SWIGLU),
+    "act_clamped_everything": options(
+        "act", activation=CLAMPED, glu_interleave=1, separate=True, has_bias=True, factor="float32"
+    ),
+    "act_geglu": options("act", activation=Activation("geglu"), glu_interleave=32, factor="bfloat16"),
+    "act_srelu_bias": options("act", activation=Activation("srelu"), has_bias=True),
+    "act_gelu": options("act", activation=Activation("gelu"), has_bias=True, factor="float32"),
+    "dact_swiglu": options("dact", activation=SWIGLU, factor="float32", has_dprobs=True),
+    "dact_clamped_separate": options("dact", activation=CLAMPED, separate=True, factor="float32", has_dprobs=True),
+    "dact_gelu": options("dact", activation=Activation("gelu"), factor="float32", has_dprobs=True),
+    "dact_srelu_least": options("dact", activation=Activation("srelu"), keeps=False, zero_tail=False),
+}
+
+
+def tool(name: str) -> str:
+    """A CUDA binary tool: from its wheel beside CUTLASS, else from the path."""
+    import nvidia
+
+    for folder in nvidia.__path__:
+        found = Path(folder) / "cu13" / "bin" / name
+        if found.is_file():
+            return str(found)
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"needs {name} (pip install nvidia-cuda-{name})")
+    return found
+
+
+def read(name: str, arguments: list[str]) -> str:
+    return subprocess.run([tool(name), *arguments], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_without_spills_and_keeps_products_in_flight(case: str, tmp_path: Path) -> None:
+    compiled = launch.compile_only(MODULE, CASES[case], "sm_90a", f"--keep-ptx --keep-cubin --dump-dir {tmp_path}")
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.__cubin__)
+    usage = read("cuobjdump", ["--dump-resource-usage", str(cubin)])
+    (stack,) = re.findall(r"STACK:(\d+)", usage)
+    (local,) = re.findall(r"LOCAL:(\d+)", usage)
+    assert (stack, local) == ("0", "0"), usage
+    sass = read("nvdisasm", ["-c", str(cubin)])
+    assert not re.findall(r"\b(?:LDL|STL)\b", sass)
+    waits = len(re.findall(r"wgmma\.wait_group", compiled.__ptx__))
+    assert waits == 2
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == waits, "ptxas serialised the WGMMA pipeline (C75xx)"
+    products = len(re.findall(r"wgmma\.mma_async", compiled.__ptx__))
+    assert products == len(re.findall(r"\bHGMMA\b", sass)) == 2 * CASES[case].config.tile_k // 16

@@ -1,0 +1,80 @@
+"""Tile configurations and grids of the grouped products: pure functions, no GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_kernels.hopper.configs import SMEM_BYTES, Config, choose, deepest, grid_size
+
+CHOICES = [
+    choose(kind, columns, gated)
+    for kind in ("store", "act", "dact")
+    for columns in (8, 128, 136, 4096)
+    for gated in (False, True)
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_every_choice_runs_and_says_why(choice) -> None:
+    assert choice.config.refusals() == ()
+    assert choice.config.smem_bytes() <= SMEM_BYTES
+    assert choice.reasons and all(choice.reasons)
+
+
+def test_choices() -> None:
+    assert choose("store", 4096).config == Config(tile_n=256, stages=4, staging_tiles=1)
+    assert choose("store", 128).config.tile_n == 128
+    assert choose("act", 16, gated=True).config.tile_n == 256  # 128 gate and 128 up columns, however few are real
+    assert choose("dact", 4096, gated=True).config == Config(tile_n=128, stages=4, staging_tiles=3)
+    assert choose("dact", 4096).config == Config(tile_n=128, stages=5, staging_tiles=2)
+    with pytest.raises(ValueError, match="kind"):
+        choose("wgrad", 64)
+
+
+def test_deepest_leaves_no_room_for_another_stage() -> None:
+    for tile_n, staging in ((256, 1), (128, 3), (128, 2)):
+        config = deepest(tile_n, staging)
+        deeper = Config(tile_n=tile_n, stages=config.stages + 1, staging_tiles=staging)
+        assert config.stages == 8 or any("shared memory" in text for text in deeper.refusals())
+    with pytest.raises(ValueError, match="no stage count"):
+        deepest(256, 6)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (Config(tile_m=64), "tile_m"),
+        (Config(tile_n=192), "tile_n"),
+        (Config(tile_k=128), "tile_k"),
+        (Config(stages=1), "stages"),
+        (Config(consumer_registers=248), "registers"),
+        (Config(stages=5), "shared memory"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refusals_name_the_limit(config: Config, words: str) -> None:
+    assert any(words in text for text in config.refusals())
+
+
+def test_column_tiles_cover_all_columns() -> None:
+    assert [Config().column_tiles(columns) for columns in (8, 256, 264)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "column_tiles", "margin", "grid"),
+    [
+        (32768, 8, 16, 0, 132),
+        (32768, 8, 16, 32, 100),
+        (32768, 8, 16, 1000, 1),
+        (128, 1, 1, 0, 2),  # one tile is needed, two is the bound for any split
+        (1, 1024, 1, 0, 1),
+        (0, 4, 3, 0, 1),
+    ],
+)
+def test_grid(rows: int, groups: int, column_tiles: int, margin: int, grid: int) -> None:
+    assert grid_size(rows, groups, column_tiles, 132, margin) == grid
+
+
+def test_negative_margin_is_refused() -> None:
+    with pytest.raises(ValueError, match="sm_margin"):
+        grid_size(1, 1, 1, 132, -1)
