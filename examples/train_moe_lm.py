@@ -46,7 +46,7 @@ class TrainConfig:
 
 ON_CPU = (
     ModelConfig(width=128, heads=4, layers=2, experts=8, top_k=2, expert_width=128, context=128),
-    TrainConfig(steps=1100, batch=8, learning_rate=5e-3, max_seconds=85.0),
+    TrainConfig(steps=900, batch=8, learning_rate=5e-3, max_seconds=85.0),
 )
 ON_CUDA = (
     ModelConfig(width=512, heads=8, layers=4, experts=32, top_k=4, expert_width=512, context=256),
