@@ -25,11 +25,13 @@ def test_arrows_go_down_only(folder: str, modules: tuple[str, ...]) -> None:
 
 
 def device_side() -> dict[str, Path]:
-    """Files that import CUTLASS at their top, by module name, and every *_kernel.py."""
+    """Files that import CUTLASS at their top, every *_kernel.py and every epilogue, by module name."""
     return {
         module(path): path
         for path in python_files(*PACKAGES)
-        if path.stem.endswith("_kernel") or imports_any(path, "cutlass", module_level_only=True)
+        if path.stem.endswith("_kernel")
+        or path.parent.name == "epilogues"
+        or imports_any(path, "cutlass", module_level_only=True)
     }
 
 
