@@ -15,46 +15,68 @@ Each is viewed with two extra dimensions whose strides cancel modulo 2^64 (`ragg
 coordinate such that its end is the end of the dimension, and the TMA unit fills in zeros. No descriptor is rewritten.
 (Public idea: Triton's ragged TMA, QuACK.)
 
-Roles, 384 threads: warpgroup 0 is the producer (one warp issues TMA); warpgroups 1 and 2 multiply, 64 rows of the 128
-x 256 tile each, and store. Pipelines: operand ring of 4 stages, producer -> 8 consumer warps. Schedule: persistent;
+Roles: warps 0 to 7 are two warpgroups that multiply, 64 rows of the tile each, and store; warp 8 issues TMA.
+Pipelines: operand ring of 4 stages, producer -> 8 consumer warps. Schedule: persistent;
 CTA c takes tiles c, c + grid, ... of the static list (group, column tile, row tile), row tiles fastest.
 Timeline of a consumer warp: wait for a stage, 4 WGMMA, release the stage before it; after the last stage round its 16
-rows in pieces of 256 bytes into its own staging rows (272 bytes apart: conflict-free stmatrix) and hand every row to
-a bulk copy or a bulk reduce-add, which run while the next piece is rounded. The producer meanwhile fills the ring for
-the next tile.
+rows in pieces of 256 bytes into its own staging rows (272 bytes apart: conflict-free stmatrix) and send them off in
+whole rows, 16 bytes a lane: plain stores, or reductions when accumulating. Nothing waits for memory. The producer
+meanwhile fills the ring for the next tile.
 """
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.tensor_utils import LayoutEnum
 
-TILE_M, TILE_N, TILE_K, STAGES = 128, 256, 64, 4
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+TILE_M, TILE_K = 128, 64
 CONSUMER_WARPS = 8
-ROW_BYTES, PITCH_BYTES = 256, 272  # of a staged row: what it holds, and the distance to the next
+VECTOR_BYTES = 16  # that a lane stores at once
 FAR = 1 << 30  # extent of a ragged dimension; more than any row count
 
 TYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
-REDUCE = {"bfloat16": "add.noftz.bf16", "float16": "add.noftz.f16", "float32": "add.f32"}
+ADD = {
+    "bfloat16": "red.global.add.noftz.v4.bf16x2",
+    "float16": "red.global.add.noftz.v4.f16x2",
+    "float32": "red.global.add.v4.f32",
+}
+
+
+class Config(NamedTuple):
+    """What goes with a tile width: ring stages, CTAs of an SM, their threads, bytes of a staged row.
+
+    registers: of a producer's and a consumer's thread, which whole warpgroups trade; None leaves all alike.
+    """
+
+    stages: int
+    ctas_per_sm: int
+    threads: int
+    registers: tuple[int, int] | None
+    row_bytes: int
+
+
+CONFIGS = {256: Config(4, 1, 384, (40, 232), 256), 128: Config(3, 2, 288, None, 128)}
 
 
 @dsl_user_op
-def bulk_rows(instruction: str, target: Int64, source: cute.Pointer, size: Int32, *, loc=None, ip=None):
-    """Start copying, or adding, `size` bytes of shared memory to a global address; all three multiples of 16."""
-    operands = [Int64(target), source.toint(loc=loc, ip=ip), Int32(size)]
+def add_vector(instruction: str, address: Int64, words: list, *, loc=None, ip=None):
+    """Add 16 bytes of values, given as four 32-bit words, to global memory; nothing comes back."""
+    kind = "f" if isinstance(words[0], Float32) else "r"
+    operands = [Int64(address), *words]
     llvm.inline_asm(
         None,
         [operand.ir_value(loc=loc, ip=ip) for operand in operands],
-        f"{instruction} [$0], [$1], $2;",
-        "l,r,r",
+        f"{instruction} [$0], {{$1, $2, $3, $4}};",
+        ",".join(["l", kind, kind, kind, kind]),
         has_side_effects=True,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
@@ -90,38 +112,42 @@ class GroupedWgradSm90:
         self.interleaved = options.interleaved
         self.separate = options.separate
         self.out_bytes = self.out.width // 8
-        self.staged_cols = ROW_BYTES // self.out_bytes
-        kind = REDUCE[options.out] if options.accumulate else None
-        self.store = (
-            f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{kind}"
-            if kind
-            else "cp.async.bulk.global.shared::cta.bulk_group"
-        )
+        self.tile_n = options.tile_n
+        self.config = CONFIGS[options.tile_n]
+        self.staged_cols = self.config.row_bytes // self.out_bytes
+        self.vector = VECTOR_BYTES // self.out_bytes
+        self.add = ADD[options.out]
 
     @cute.jit
     def __call__(
         self, dy: cute.Tensor, x: cute.Tensor, offsets: cute.Tensor, out: cute.Tensor, block: Int32, grid: Int32, stream
     ):
         mn = OperandMajorMode.MN
-        mma = sm90.make_trivial_tiled_mma(self.element, self.element, mn, mn, Float32, (2, 1, 1), (64, TILE_N))
-        tile = (TILE_M, TILE_N, TILE_K)
-        a_layout = sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, tile, self.element, STAGES)
-        b_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, tile, self.element, STAGES)
+        mma = sm90.make_trivial_tiled_mma(self.element, self.element, mn, mn, Float32, (2, 1, 1), (64, self.tile_n))
+        tile, stages = (TILE_M, self.tile_n, TILE_K), self.config.stages
+        a_layout = sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, tile, self.element, stages)
+        b_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, tile, self.element, stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
         a_one, b_one = cute.slice_(a_layout, (None, None, 0)), cute.slice_(b_layout, (None, None, 0))
         a_atom, a_tma = cpasync.make_tiled_tma_atom(load, ragged(dy), a_one, (TILE_M, TILE_K))
-        b_atom, b_tma = cpasync.make_tiled_tma_atom(load, ragged(x), b_one, (TILE_N, TILE_K))
+        b_atom, b_tma = cpasync.make_tiled_tma_atom(load, ragged(x), b_one, (self.tile_n, TILE_K))
+        rows = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.out)
+        staged_layout = cute.tile_to_shape(rows, (64, self.staged_cols, 2), (0, 1, 2))
 
         @cute.struct
         class Storage:
             a: cute.struct.Align[cute.struct.MemRange[self.element, cute.cosize(a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.element, cute.cosize(b_layout)], 1024]
-            staged: cute.struct.Align[cute.struct.MemRange[self.out, TILE_M * PITCH_BYTES // self.out_bytes], 128]
-            barriers: cute.struct.MemRange[Int64, 2 * STAGES]
+            staged: cute.struct.Align[cute.struct.MemRange[self.out, cute.cosize(staged_layout)], 1024]
+            barriers: cute.struct.MemRange[Int64, 2 * stages]
 
         self.storage = Storage
-        self.kernel(a_atom, a_tma, b_atom, b_tma, offsets, out, block, mma, a_layout, b_layout).launch(
-            grid=[grid, 1, 1], block=[384, 1, 1], min_blocks_per_mp=1, stream=stream
+        self.kernel(a_atom, a_tma, b_atom, b_tma, offsets, out, block, mma, a_layout, b_layout, staged_layout).launch(
+            grid=[grid, 1, 1],
+            block=[self.config.threads, 1, 1],
+            min_blocks_per_mp=self.config.ctas_per_sm,
+            preferred_smem_carveout=100,  # percent; stated, since the DSL would ask a device otherwise
+            stream=stream,
         )
 
     @cute.kernel
@@ -137,9 +163,9 @@ class GroupedWgradSm90:
         mma: cute.TiledMma,
         a_layout: cute.ComposedLayout,
         b_layout: cute.ComposedLayout,
+        staged_layout: cute.ComposedLayout,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        role = cute.arch.make_warp_uniform(thread // 128)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == 0:
             cpasync.prefetch_descriptor(a_atom)
@@ -147,36 +173,38 @@ class GroupedWgradSm90:
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         a = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         b = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-        pitch = PITCH_BYTES // self.out_bytes
-        staged = storage.staged.get_tensor(cute.make_layout((64, self.staged_cols, 2), stride=(pitch, 1, 64 * pitch)))
+        staged = storage.staged.get_tensor(staged_layout.outer, swizzle=staged_layout.inner)
         ring = pipeline.PipelineTmaAsync.create(
-            num_stages=STAGES,
+            num_stages=self.config.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMER_WARPS),
-            tx_count=(TILE_M + TILE_N) * TILE_K * self.element.width // 8,
+            tx_count=(TILE_M + self.tile_n) * TILE_K * self.element.width // 8,
             barrier_storage=storage.barriers.data_ptr(),
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
         )
-        if role == 0:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp_index == 0:
+        if warp_index >= CONSUMER_WARPS:
+            if const_expr(self.config.registers is not None):
+                cute.arch.setmaxregister_decrease(self.config.registers[0])
+            if warp_index == CONSUMER_WARPS:
                 self.produce(a_atom, a_tma, b_atom, b_tma, offsets, a, b, ring)
-        if role > 0:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        else:
+            if const_expr(self.config.registers is not None):
+                cute.arch.setmaxregister_increase(self.config.registers[1])
             rows, cols = a_tma.shape[0], b_tma.shape[0]
-            self.consume(offsets, rows, cols, out, block, mma, a, b, ring, staged, role - 1, thread % 128)
+            slab = cute.arch.make_warp_uniform(thread // 128)
+            self.consume(offsets, rows, cols, out, block, mma, a, b, ring, staged[None, None, slab], slab, thread % 128)
 
     @cute.jit
     def place(self, tile, rows, cols):
         """(group, row tile, column tile)."""
-        row_tiles, col_tiles = (rows + TILE_M - 1) // TILE_M, (cols + TILE_N - 1) // TILE_N
+        row_tiles, col_tiles = (rows + TILE_M - 1) // TILE_M, (cols + self.tile_n - 1) // self.tile_n
         rest = tile // row_tiles
         group = rest // col_tiles
         return group, tile - rest * row_tiles, rest - group * col_tiles
 
     @cute.jit
     def tiles(self, offsets, rows, cols):
-        return ((rows + TILE_M - 1) // TILE_M) * ((cols + TILE_N - 1) // TILE_N) * (offsets.shape[0] - 1)
+        return ((rows + TILE_M - 1) // TILE_M) * ((cols + self.tile_n - 1) // self.tile_n) * (offsets.shape[0] - 1)
 
     @cute.jit
     def produce(self, a_atom, a_tma, b_atom, b_tma, offsets, a, b, ring):
@@ -184,14 +212,14 @@ class GroupedWgradSm90:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         rows, cols = a_tma.shape[0], b_tma.shape[0]
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
         alone = cute.make_layout(1)
         for tile in cutlass.range(cta, self.tiles(offsets, rows, cols), ctas, unroll=1):
             group, m, n = self.place(tile, rows, cols)
             first = offsets[group]
             count = offsets[group + 1] - first
             a_tile = cute.local_tile(tokens_of(a_tma, first, count), (TILE_M, TILE_K), (m, None))
-            b_tile = cute.local_tile(tokens_of(b_tma, first, count), (TILE_N, TILE_K), (n, None))
+            b_tile = cute.local_tile(tokens_of(b_tma, first, count), (self.tile_n, TILE_K), (n, None))
             a_to, a_from = cpasync.tma_partition(
                 a_atom, 0, alone, cute.group_modes(a, 0, 2), cute.group_modes(a_tile, 0, 2)
             )
@@ -214,18 +242,16 @@ class GroupedWgradSm90:
         mine = mma.get_slice(slab * 128)
         a_frag = mma.make_fragment_A(mine.partition_A(a))
         b_frag = mma.make_fragment_B(mine.partition_B(b))
-        acc = cute.make_rmem_tensor(mine.partition_shape_C((TILE_M, TILE_N)), Float32)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+        acc = cute.make_rmem_tensor(mine.partition_shape_C((TILE_M, self.tile_n)), Float32)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
         for tile in cutlass.range(cta, self.tiles(offsets, rows, cols), ctas, unroll=1):
             group, m, n = self.place(tile, rows, cols)
             k_blocks = (offsets[group + 1] - offsets[group] + TILE_K - 1) // TILE_K
             state = self.multiply(ring, state, mma, acc, a_frag, b_frag, k_blocks)
             wanted = k_blocks > 0 if const_expr(self.accumulate) else True
             if wanted:
-                self.finish(
-                    acc, staged, out, group, m * TILE_M + slab * 64, n * TILE_N, rows, cols, block, slab, thread
-                )
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                row0, col0 = m * TILE_M + slab * 64, n * self.tile_n
+                self.finish(acc, staged, out, group, row0, col0, rows, cols, block, thread)
 
     @cute.jit
     def multiply(self, ring, state, mma, acc, a_frag, b_frag, k_blocks):
@@ -252,26 +278,37 @@ class GroupedWgradSm90:
         return state
 
     @cute.jit
-    def finish(self, acc, staged, out, group, row0, col0, rows, cols, block, slab, thread):
-        """Round, stage and send off 64 x 256 sums; every warp by itself, 16 rows of 256 bytes at a time."""
-        lane, first_row = thread % 32, (thread // 32) * 16
-        row = row0 + first_row + lane
-        target = self.row_address(out, group, row, rows, cols, block)
+    def finish(self, acc, staged, out, group, row0, col0, rows, cols, block, thread):
+        """Round, stage and store a warpgroup's sums; every warp by itself, 16 rows of some columns at a time."""
+        lanes = self.config.row_bytes // VECTOR_BYTES  # that share a row
+        lane, warp_row = thread % 32, (thread // 32) * 16
+        places = [warp_row + (32 // lanes) * step + lane // lanes for step in range(lanes // 2)]
+        targets = [self.row_address(out, group, row0 + place, rows, cols, block) for place in places]
         values = 64 * self.staged_cols // 128
-        for piece in range_constexpr(TILE_N // self.staged_cols):
+        for piece in range_constexpr(self.tile_n // self.staged_cols):
             col = col0 + piece * self.staged_cols
             if col < cols:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
                 part = cute.make_tensor(acc.iterator + piece * values, cute.make_layout(((2, 2, values // 4), 1, 1)))
-                self.stage(part, staged[None, None, slab], thread)
-                cute.arch.fence_proxy("async.shared", space="cta")
+                self.stage(part, staged, thread)
                 cute.arch.sync_warp()
-                if lane < 16 and row < rows:
-                    size = cutlass.min(cols - col, Int32(self.staged_cols)) * self.out_bytes
-                    source = staged.iterator + cute.crd2idx((first_row + lane, 0, slab), staged.layout)
-                    bulk_rows(self.store, target + Int64(col) * self.out_bytes, source, size)
-                cute.arch.cp_async_bulk_commit_group()
+                mine = col + (lane % lanes) * self.vector
+                for step in range_constexpr(lanes // 2):
+                    if row0 + places[step] < rows and mine < cols:
+                        source = cute.local_tile(staged[places[step], None], (self.vector,), (lane % lanes,))
+                        self.store(source, targets[step] + Int64(mine) * self.out_bytes)
+
+    @cute.jit
+    def store(self, source, address):
+        """16 staged bytes to a global address, or added to what is there."""
+        values = cute.make_rmem_tensor((self.vector,), self.out)
+        cute.autovec_copy(source, values)
+        if const_expr(self.accumulate):
+            words = values if const_expr(self.out.width == 32) else cute.recast_tensor(values, Uint32)
+            add_vector(self.add, address, [words[i] for i in range(4)])
+        else:
+            target = cute.make_ptr(self.out, address, cute.AddressSpace.gmem, assumed_align=VECTOR_BYTES)
+            cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout((self.vector,))))
 
     @cute.jit
     def row_address(self, out, group, row, rows, cols, block):
