@@ -30,6 +30,8 @@ def explain(plan: Plan) -> str:
         else:
             lines += _fused(plan.chain, first, first.rule)
         lines += [INDENT + line for line in _reasons(_shown(plan, first, last))]
+        if first.rule is None and (elsewhere := _elsewhere(plan, first, last)):
+            lines.append(f"{INDENT}x start with other ops: {', '.join(refused.rule for refused in elsewhere)}")
     count = len(chain.ops) - len(plan.unfused)
     lines.append(f"{count} of {len(chain.ops)} ops fused")
     return "\n".join(lines)
@@ -55,11 +57,17 @@ def _fused(chain: Chain, step: Step, rule: Rule) -> list[str]:
 
 
 def _shown(plan: Plan, first: Step, last: Step) -> list[Refused]:
-    """All misses for unfused ops; for a fused step only the longer rules that a condition kept out."""
+    """For unfused ops, the misses that fit at least one op; for a fused step, the longer rules that a condition kept out."""
     misses = plan.why_not(first.start, last.stop)
     if first.rule is None:
-        return list(misses)
+        elsewhere = _elsewhere(plan, first, last)
+        return [refused for refused in misses if refused not in elsewhere]
     return [refused for refused in misses if refused.first.stage not in ("chain", "target")]
+
+
+def _elsewhere(plan: Plan, first: Step, last: Step) -> list[Refused]:
+    """Rules whose pattern does not fit even the first op."""
+    return [r for r in plan.why_not(first.start, last.stop) if r.first.stage == "chain" and r.stop == r.start]
 
 
 def _reasons(misses: list[Refused]) -> list[str]:
