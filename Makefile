@@ -24,12 +24,13 @@ setup: $(READY)
 # torch comes first and pinned, so that nothing later can pull in another build. Where there is no NVIDIA driver, the
 # CPU build is looked for: with pip's own settings, then on PyTorch's index; else whatever pip finds.
 $(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV), once: a minute or two"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	if command -v nvidia-smi >/dev/null; then $(PIP) install -q torch==$(TORCH); else \
-	    $(PIP) install -q torch==$(TORCH)+cpu 2>/dev/null \
-	    || $(PIP) install -q --retries 0 --index-url $(TORCH_CPU_INDEX) torch==$(TORCH) 2>/dev/null \
-	    || $(PIP) install -q torch==$(TORCH); fi
-	$(PIP) install -q -c constraints.txt -e ".[$(EXTRAS)]"
+	if command -v nvidia-smi >/dev/null; then $(PIP) install -qq torch==$(TORCH); else \
+	    $(PIP) install -qq torch==$(TORCH)+cpu 2>/dev/null \
+	    || $(PIP) install -qq --retries 0 --index-url $(TORCH_CPU_INDEX) torch==$(TORCH) 2>/dev/null \
+	    || $(PIP) install -qq torch==$(TORCH); fi
+	$(PIP) install -qq -c constraints.txt -e ".[$(EXTRAS)]"
 	touch $(READY)
 
 demo: $(READY)

@@ -232,6 +232,7 @@ def configure(options: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     torch.set_num_threads(options.threads)  # a second one gains a third at this size, and stalls on a busy machine
+    torch.set_float32_matmul_precision("high")  # on a GPU, TF32 for what is not in the experts
     device = torch.device(options.device)
     model_config, config = configure(options)
     corpus = text_corpus.load(options.text)
