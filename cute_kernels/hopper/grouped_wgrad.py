@@ -23,8 +23,7 @@ from cute_kernels.limits import dtype_name
 
 MODULE = "cute_kernels.hopper.grouped_wgrad_kernel"
 NAME, ARCH = SM90_GROUPED_WGRAD.name, SM90_GROUPED_WGRAD.arch
-TILE_ROWS = 128  # of a gradient [N, K], in one CTA's tile
-CTAS_PER_SM = {256: 1, 128: 2}  # by the columns of the tile
+TILE_ROWS, TILE_COLUMNS = 128, 256  # of a gradient [N, K], in one CTA's tile
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -33,7 +32,6 @@ class WgradOptions:
     """Static facts of one compiled kernel; dtypes by name.
 
     interleaved: rows of the gradient go to blocks of gate and up rows. separate: the output is a table of addresses.
-    tile_n: columns of a tile, 256 or 128.
     """
 
     element: str
@@ -41,7 +39,6 @@ class WgradOptions:
     accumulate: bool = False
     interleaved: bool = False
     separate: bool = False
-    tile_n: int = 256
 
 
 def grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor, glu_interleave: int = 0, sm_margin: int = 0) -> Tensor:
@@ -75,8 +72,8 @@ def grouped_wgrad_(
         return
     stream = launch.current_stream(x.device)
     target = out[0] if stacked else device_table(addresses(out), x.device, stream, ARCH)
-    tiles = groups * -(-rows // TILE_ROWS) * -(-columns // options.tile_n)
-    grid = min(max(1, sms - sm_margin) * CTAS_PER_SM[options.tile_n], tiles)
+    tiles = groups * -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
+    grid = max(1, min(sms - sm_margin, tiles))
     kernel = launch.kernel(MODULE, options, ARCH)
     kernel(readable(dy), readable(x), offsets, target, max(glu_interleave, 1), grid, stream)
 
@@ -89,13 +86,7 @@ def _options(
     SM90_GROUPED_WGRAD.require(dtype=dtype_name(element), K=columns, N=rows)
     if block < 0 or (block and rows % (2 * block)):
         raise ValueError(f"{NAME}: glu_interleave is {block}, needs 0 or a divisor of I = N / 2 (N is {rows})")
-    tile_n = tile_width(out, accumulate)
-    return WgradOptions(dtype_name(element), dtype_name(out), accumulate, block > 0, separate, tile_n)
-
-
-def tile_width(out: torch.dtype, accumulate: bool) -> int:
-    """Columns of a tile: 256, which loads least, or 128 for adding FP32 sums, so that two CTAs of an SM take turns."""
-    return 128 if accumulate and out == torch.float32 else 256
+    return WgradOptions(dtype_name(element), dtype_name(out), accumulate, block > 0, separate)
 
 
 def _check_out(out: Sequence[Tensor], groups: int, rows: int, columns: int, x: Tensor) -> bool:
@@ -106,8 +97,10 @@ def _check_out(out: Sequence[Tensor], groups: int, rows: int, columns: int, x: T
     if out[0].dtype not in OUT_DTYPES:
         raise ValueError(f"{NAME}: out is {dtype_name(out[0].dtype)}, needs bfloat16, float16 or float32")
     shape = (groups, rows, columns) if stacked else (rows, columns)
+    dtype, device = out[0].dtype, x.get_device()
     for t in out:
-        check_shape(NAME, "out", t, shape, x, (out[0].dtype,))
-        if not t.is_contiguous() or t.data_ptr() % VECTOR_BYTES:
+        if t.shape != shape or t.dtype != dtype or t.get_device() != device:
+            check_shape(NAME, "out", t, shape, x, (dtype,))
+        if t.data_ptr() % VECTOR_BYTES or not t.is_contiguous():
             raise ValueError(f"{NAME}: out needs to be contiguous and to start at a multiple of {VECTOR_BYTES} bytes")
     return stacked
