@@ -9,7 +9,8 @@ CUTLASS is imported when a kernel is first asked for. The architecture goes to t
 environment is neither read nor changed, and `precompile` works on a machine without a GPU. A compile is always exported
 and loaded back: what runs is byte for byte what the cache holds.
 
-Everything here may be called from several threads: the first caller compiles, the others wait.
+Everything here may be called from several threads: the first caller compiles, the others wait. As with other PyTorch
+code, run a step once before capturing it in a CUDA graph: a kernel's machine code is loaded at its first launch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from cute_kernels import cache, target
 
@@ -94,10 +97,8 @@ def forget() -> None:
         _failures.clear()
 
 
-def current_stream(device: Any) -> int:
-    """The handle of the current stream of a `torch.device` with an index."""
-    import torch
-
+def current_stream(device: torch.device) -> int:
+    """The handle of the current stream of a CUDA device with an index."""
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 

@@ -34,7 +34,9 @@ class TableOptions:
 
 def device_table(values: tuple[int, ...], device: torch.device, stream: int, arch: str) -> Tensor:
     """int64 [len(values)] on `device`, ready for work on `stream` (the current stream of `device`)."""
-    if torch.cuda.is_current_stream_capturing():
+    with torch.cuda.device(device):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
         return _filled(values, device, stream, arch)
     key = (device, stream, values)
     with _lock:

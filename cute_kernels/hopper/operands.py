@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -12,6 +10,8 @@ from cute_kernels.limits import raise_refusal
 from cute_kernels.target import Target
 
 VECTOR_BYTES = 16
+
+_multiprocessors: dict[tuple[str, torch.device], int] = {}  # by kernel and device that fit each other
 
 
 def readable(t: Tensor) -> Tensor:
@@ -46,10 +46,12 @@ def _told(t: Tensor) -> str:
     return f"{dtype} {list(t.shape)} on {t.device}" + ("" if t.is_contiguous() else ", not contiguous")
 
 
-@functools.cache
 def multiprocessors(kernel: Kernel, device: torch.device) -> int:
     """SMs of the device. Raises ValueError if the kernel cannot run there, with what is missing."""
-    found = Target.of(device)
-    for refusal in kernel.unmet_on(found):
-        raise_refusal(refusal)
-    return found.sms
+    known = _multiprocessors.get((kernel.name, device))
+    if known is None:
+        found = Target.of(device)
+        for refusal in kernel.unmet_on(found):
+            raise_refusal(refusal)
+        known = _multiprocessors[kernel.name, device] = found.sms
+    return known

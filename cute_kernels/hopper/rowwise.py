@@ -64,7 +64,8 @@ def group_offsets(split_sizes: Tensor, rows: int) -> Tensor:
     if split_sizes.dim() != 1 or split_sizes.dtype not in INDEX_DTYPES:
         found = f"{dtype_name(split_sizes.dtype)} {list(split_sizes.shape)}"
         raise ValueError(f"{name}: split_sizes is {found}, needs int32 or int64 [G]")
-    SM90_GROUP_OFFSETS.require(G=split_sizes.shape[0])
+    if split_sizes.shape[0] == 0:
+        SM90_GROUP_OFFSETS.require(G=0)
     multiprocessors(SM90_GROUP_OFFSETS, split_sizes.device)
     offsets = torch.empty(split_sizes.shape[0] + 1, dtype=torch.int32, device=split_sizes.device)
     kernel = launch.kernel(MODULE, _offsets_options(split_sizes.dtype), ARCH)
