@@ -57,7 +57,7 @@ def _fused(chain: Chain, step: Step, rule: Rule) -> list[str]:
 
 
 def _shown(plan: Plan, first: Step, last: Step) -> list[Refused]:
-    """For unfused ops, the misses that fit at least one op; for a fused step, the longer rules that a condition kept out."""
+    """For unfused ops, misses that fit at least one op; for a fused step, longer rules that a condition kept out."""
     misses = plan.why_not(first.start, last.stop)
     if first.rule is None:
         elsewhere = _elsewhere(plan, first, last)

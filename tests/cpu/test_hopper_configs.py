@@ -22,22 +22,23 @@ def test_every_choice_runs_and_says_why(choice) -> None:
 
 
 def test_choices() -> None:
-    assert choose("store", 4096).config == Config(tile_n=256, stages=4, staging_tiles=1)
+    assert choose("store", 4096).config == Config(tile_n=256, stages=4, pieces=2)
     assert choose("store", 128).config.tile_n == 128
     assert choose("act", 16, gated=True).config.tile_n == 256  # 128 gate and 128 up columns, however few are real
-    assert choose("dact", 4096, gated=True).config == Config(tile_n=128, stages=4, staging_tiles=3)
-    assert choose("dact", 4096).config == Config(tile_n=128, stages=5, staging_tiles=2)
+    assert choose("dact", 4096, gated=True).config == Config(tile_n=256, stages=3, pieces=5)
+    assert choose("dact", 4096).config == Config(tile_n=256, stages=3, pieces=3)
+    assert choose("dact", 128, gated=True).config.tile_n == 128
     with pytest.raises(ValueError, match="kind"):
         choose("wgrad", 64)
 
 
 def test_deepest_leaves_no_room_for_another_stage() -> None:
-    for tile_n, staging in ((256, 1), (128, 3), (128, 2)):
-        config = deepest(tile_n, staging)
-        deeper = Config(tile_n=tile_n, stages=config.stages + 1, staging_tiles=staging)
+    for tile_n, pieces in ((256, 2), (256, 5), (128, 3)):
+        config = deepest(tile_n, pieces)
+        deeper = Config(tile_n=tile_n, stages=config.stages + 1, pieces=pieces)
         assert config.stages == 8 or any("shared memory" in text for text in deeper.refusals())
     with pytest.raises(ValueError, match="no stage count"):
-        deepest(256, 6)
+        deepest(256, 12)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_deepest_leaves_no_room_for_another_stage() -> None:
         (Config(tile_n=192), "tile_n"),
         (Config(tile_k=128), "tile_k"),
         (Config(stages=1), "stages"),
-        (Config(consumer_registers=248), "registers"),
+        (Config(consumer_registers=256), "registers"),
         (Config(stages=5), "shared memory"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
