@@ -10,8 +10,8 @@ from cute_kernels.activation import Activation
 SMEM_BYTES = 232_448
 """Shared memory that one CTA may use on SM90, in bytes (227 KiB)."""
 
-STAGING_ROWS, STAGING_COLS = 64, 128
-"""One staging tile of the epilogue: what a consumer warpgroup rounds, swizzles and stores at a time."""
+PIECE_ROWS, PIECE_COLS = 64, 64
+"""One piece of the epilogue's shared memory: what a consumer warpgroup rounds, swizzles and stores at a time."""
 
 CONSUMERS = 2
 """Consumer warpgroups; each owns 64 of a tile's 128 rows."""
@@ -25,15 +25,15 @@ class Config:
     tile_n: int = 256
     tile_k: int = 64
     stages: int = 4
-    staging_tiles: int = 1
-    producer_registers: int = 40
-    consumer_registers: int = 232
+    pieces: int = 2
+    producer_registers: int = 24
+    consumer_registers: int = 240
     element_bytes: int = 2
 
     def smem_bytes(self) -> int:
         """Upper bound of the shared memory used: operands, staging, and one KiB each for barriers and bias."""
         operands = self.stages * (self.tile_m + self.tile_n) * self.tile_k
-        staging = CONSUMERS * self.staging_tiles * STAGING_ROWS * STAGING_COLS
+        staging = CONSUMERS * self.pieces * PIECE_ROWS * PIECE_COLS
         return (operands + staging) * self.element_bytes + 2048
 
     def column_tiles(self, columns: int) -> int:
@@ -45,7 +45,7 @@ class Config:
         threads = 128 * (self.producer_registers + CONSUMERS * self.consumer_registers)
         checks = (
             (self.tile_m == 64 * CONSUMERS, f"tile_m must be {64 * CONSUMERS}: 64 rows a consumer warpgroup"),
-            (self.tile_n in (128, 256), "tile_n must be 128 or 256: one or two staging tiles wide"),
+            (self.tile_n in (128, 256), "tile_n must be 128 or 256: what one WGMMA takes, and whole pieces"),
             (self.tile_k == 64, "tile_k must be 64: one 128-byte swizzle atom of 16-bit elements"),
             (self.stages >= 2, "stages must be at least 2: one is read while the next is filled"),
             (threads <= 65_536, f"registers of all threads must fit 65536; they are {threads}"),
@@ -85,13 +85,13 @@ class Choice:
     reasons: tuple[str, ...]
 
 
-def deepest(tile_n: int, staging_tiles: int) -> Config:
+def deepest(tile_n: int, pieces: int) -> Config:
     """The configuration of this tile with the most stages that fit."""
     for stages in range(8, 1, -1):
-        config = Config(tile_n=tile_n, stages=stages, staging_tiles=staging_tiles)
+        config = Config(tile_n=tile_n, stages=stages, pieces=pieces)
         if not config.refusals():
             return config
-    raise ValueError(f"no stage count fits tile_n={tile_n} with {staging_tiles} staging tiles")
+    raise ValueError(f"no stage count fits tile_n={tile_n} with {pieces} pieces")
 
 
 def choose(kind: str, columns: int, gated: bool = False) -> Choice:
@@ -100,19 +100,16 @@ def choose(kind: str, columns: int, gated: bool = False) -> Choice:
     kind: "store" (product, optional bias), "act" (product and activation) or "dact" (product and its gradient).
     columns: columns of the product as the weight states them (2I for a gated "act"). gated: f has two inputs.
     """
-    if kind == "dact":
-        tiles = 3 if gated else 2
-        what = "gate, up and act" if gated else "pre-activation and act"
-        return Choice(
-            deepest(128, tiles),
-            (f"128 columns: {what} tiles of both warpgroups lie in shared memory beside the operand ring",),
-        )
-    if kind not in ("store", "act"):
+    if kind not in ("store", "act", "dact"):
         raise ValueError(f"kind must be 'store', 'act' or 'dact'; it is {kind!r}")
-    if columns <= 128 and not gated:
-        return Choice(deepest(128, 1), ("128 columns: the product has no more, a wider tile would multiply zeros",))
-    why = "gate and up halves of 128 columns meet in one thread" if gated else "widest tile whose sums fit in registers"
-    return Choice(deepest(256, 1), (f"256 columns: {why}", "fewest operand bytes per product"))
+    pieces, beside = 2, "two pieces in turn, one fills while one is stored"
+    if kind == "dact":
+        pieces = 5 if gated else 3
+        beside = f"{pieces} pieces: two sets of {'gate and up' if gated else 'the pre-activation'} in turn, and act"
+    if columns <= 128 and not (gated and kind == "act"):
+        return Choice(deepest(128, pieces), ("128 columns: a wider tile would multiply zeros", beside))
+    why = "gate and up halves of 128 columns meet in one thread" if kind == "act" and gated else "fewest operand bytes"
+    return Choice(deepest(256, pieces), (f"256 columns: {why}", beside))
 
 
 def grid_size(rows: int, groups: int, column_tiles: int, sms: int, sm_margin: int, tile_m: int = 128) -> int:

@@ -45,7 +45,7 @@ def grouped_gemm(
 ) -> Tensor:
     """`reference.grouped_gemm`: y [T, N]. sm_margin: SMs to leave free."""
     kernel = SM90_GROUPED_GEMM
-    rows, (n, k) = x.shape[0], weights[0].shape[-2:]
+    rows, (n, k) = x.shape[0], _sizes(kernel, weights)
     groups = _check_product(kernel, "x", x, k, weights, offsets)
     bias = _check_bias(kernel, bias, groups, n, x)
     scale = _check_factor(kernel, "bias_scale", bias_scale if bias is not None else None, x)
@@ -63,7 +63,7 @@ def grouped_gemm_dgrad(
 ) -> Tensor:
     """`reference.grouped_gemm_dgrad`: dx [T, K]. sm_margin: SMs to leave free."""
     kernel = SM90_GROUPED_GEMM_DGRAD
-    rows, (n, k) = dy.shape[0], weights[0].shape[-2:]
+    rows, (n, k) = dy.shape[0], _sizes(kernel, weights)
     _check_product(kernel, "dy", dy, n, weights, offsets)
     _check_interleave(kernel, glu_interleave, n)
     options = _options(
@@ -92,7 +92,7 @@ def grouped_gemm_act(
     zero_tail=False leaves the tail rows of both undefined.
     """
     kernel = SM90_GROUPED_GEMM_ACT
-    rows, (n, k) = x.shape[0], weights[0].shape[-2:]
+    rows, (n, k) = x.shape[0], _sizes(kernel, weights)
     groups = _check_product(kernel, "x", x, k, weights, offsets)
     bias = _check_bias(kernel, bias, groups, n, x)
     probs = _check_factor(kernel, "probs", probs, x)
@@ -127,7 +127,7 @@ def grouped_gemm_dact(
     zero_tail=False leaves the tail rows of dpreact and act undefined; those of dprobs are always zero.
     """
     kernel = SM90_GROUPED_GEMM_DACT
-    rows, (h, width) = dy.shape[0], weights[0].shape[-2:]
+    rows, (h, width) = dy.shape[0], _sizes(kernel, weights)
     _check_product(kernel, "dy", dy, h, weights, offsets)
     check_shape(kernel.name, "preact", preact, (rows, activation.halves * width), dy, (dy.dtype,))
     probs = _check_factor(kernel, "probs", probs, dy)
@@ -162,14 +162,20 @@ def _run(
     stream = launch.current_stream(x.device)
     base, table = weights[0], None
     if options.separate:
-        base, table = _table(weights, x.device, stream)
+        base, table = _table(kernel.name, weights, x.device, stream)
     launch.kernel(MODULE, options, ARCH)(readable(x), base, table, offsets, epilogue, grid, stream)
 
 
-def _table(weights: Sequence[Tensor], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+def _table(name: str, weights: Sequence[Tensor], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     """(the tensor at the lowest address, int64 [G] distances from it in units of 16 bytes, on the device)."""
     places = addresses(weights)
     lowest = min(places)
+    span = max(places) - lowest
+    if span > SPAN_BYTES:
+        raise ValueError(
+            f"{name}: separate weights lie {span} bytes apart, needs at most {SPAN_BYTES} (32 GiB); "
+            "allocate them together or stack them"
+        )
     distances = tuple((place - lowest) // VECTOR_BYTES for place in places)
     return weights[places.index(lowest)], device_table(distances, device, stream, ARCH)
 
@@ -198,11 +204,20 @@ def _options(
 
 
 def _separate(weights: Sequence[Tensor]) -> bool:
-    return not (len(weights) == 1 and weights[0].dim() == 3)
+    return len(weights) != 1 or weights[0].dim() != 3
 
 
 def _name(factor: Tensor | None) -> str:
     return "" if factor is None else dtype_name(factor.dtype)
+
+
+def _sizes(kernel: Kernel, weights: Sequence[Tensor]) -> tuple[int, int]:
+    """(rows, columns) of one group's weight."""
+    if not weights or weights[0].dim() != 2 + (not _separate(weights)):
+        shapes = [list(w.shape) for w in weights[:1]]
+        raise ValueError(f"{kernel.name}: weights starts with {shapes}, needs one [G, N, K] or G tensors [N, K]")
+    rows, columns = weights[0].shape[-2:]
+    return rows, columns
 
 
 def _check_product(
@@ -219,17 +234,9 @@ def _check_product(
     shape = tuple(weights[0].shape) if separate else (groups, *weights[0].shape[1:])
     for w in weights:
         check_shape(kernel.name, "weights", w, shape, x, (x.dtype,))
-        if w.dim() != len(shape) or not w.is_contiguous() or w.data_ptr() % VECTOR_BYTES:
+        if not w.is_contiguous() or w.data_ptr() % VECTOR_BYTES:
             wanted = f"contiguous and starting at a multiple of {VECTOR_BYTES} bytes"
             raise ValueError(f"{kernel.name}: weights need to be {wanted}")
-    if separate:
-        places = addresses(weights)
-        span = max(places) - min(places)
-        if span > SPAN_BYTES:
-            raise ValueError(
-                f"{kernel.name}: separate weights lie {span} bytes apart, needs at most {SPAN_BYTES} (32 GiB); "
-                "allocate them together or stack them"
-            )
     return groups
 
 

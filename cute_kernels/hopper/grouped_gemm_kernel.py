@@ -9,13 +9,13 @@ group's end are computed from whatever follows (each row only reaches its own re
 
 Roles, one CTA per SM, 384 threads, each role walking the same schedule:
     warp 0      loads x and W tiles by TMA
-    warp 1      loads what the epilogue asked for (the saved pre-activation) by TMA
+    warp 1      loads what the epilogue asked for (the saved pre-activation), piece by piece, by TMA
     warps 2, 3  zero the results' tail rows, offsets[G] to T, beside the products
     warps 4-7, 8-11   two consumer warpgroups: 64 rows each, WGMMA, then the epilogue
 
 Pipelines:
     ring    warp 0 -> 8 consumer warps (one arrival each), `stages` deep, one transaction count for x and W boxes
-    extra   warp 1 -> 8 consumer warps, 1 deep, refilled when the epilogue has stored the tile before
+    extra   warp 1 -> the leading warp of each consumer warpgroup, two sets of pieces deep
 
 Timeline of a tile: the ring runs ahead into the next tile while the consumers are in the epilogue; inside the main loop
 one WGMMA group stays in flight and the stage before it is released. The tensor cores idle during the epilogue only.
@@ -107,7 +107,7 @@ class GroupedGemm:
         layout_x = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.stages)
         layout_w = sm90.make_smem_layout_b(w_major, tile, self.dtype, self.stages)
         layout_box = sm90.make_smem_layout_b(w_major, box, self.dtype, self.stages * self.boxes)
-        layout_staging = epilogue.staging_layout(CONSUMERS * self.epilogue.staging_tiles, self.dtype)
+        layout_staging = epilogue.staging_layout(CONSUMERS * self.epilogue.pieces, self.dtype)
         load = cpasync.CopyBulkTensorTileG2SOp()
         view = weight_view(w, self.boxes * self.passes, self.block, self.contracts_rows, self.separate)
         one_x, one_box = cute.slice_(layout_x, (None, None, 0)), cute.slice_(layout_box, (None, None, 0))
@@ -120,16 +120,18 @@ class GroupedGemm:
             atom_e, tma_e = cpasync.make_tiled_tma_atom(
                 load, saved, cute.slice_(one, (None, None, 0)), (epilogue.ROWS, epilogue.COLS)
             )
+        sinks = [epilogue.make_sink(*sink) for sink in self.epilogue.sinks(self.epilogue.Args(*epilogue_args))]
+        sinks += [(None, None)] * (2 - len(sinks))
         major = OperandMajorMode.MN if const_expr(self.contracts_rows) else OperandMajorMode.K
         mma = sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (CONSUMERS, 1, 1), (64, self.tile_n)
         )
-        bias_values = CONSUMERS * 2 * epilogue.COLS if const_expr(self.has_bias(epilogue_args)) else 8
+        bias_values = CONSUMERS * 2 * epilogue.HALF if const_expr(self.has_bias(epilogue_args)) else 8
 
         @cute.struct
         class Storage:
             ring: cute.struct.MemRange[Int64, self.stages * 2]
-            extra: cute.struct.MemRange[Int64, 2]
+            extra: cute.struct.MemRange[Int64, max(1, self.epilogue.sets) * 2]
             bias: cute.struct.Align[cute.struct.MemRange[self.dtype, bias_values], 16]
             x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_x)], 1024]
             w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_w)], 1024]
@@ -137,9 +139,21 @@ class GroupedGemm:
 
         self.Storage = Storage
         layouts = (layout_x, layout_w, layout_box, layout_staging)
-        self.kernel(atom_x, tma_x, atom_w, tma_w, atom_e, tma_e, table, offsets, epilogue_args, mma, *layouts).launch(
-            grid=[grid, 1, 1], block=[128 * (1 + CONSUMERS), 1, 1], min_blocks_per_mp=1, stream=stream
-        )
+        self.kernel(
+            atom_x,
+            tma_x,
+            atom_w,
+            tma_w,
+            atom_e,
+            tma_e,
+            *sinks[0],
+            *sinks[1],
+            table,
+            offsets,
+            epilogue_args,
+            mma,
+            *layouts,
+        ).launch(grid=[grid, 1, 1], block=[128 * (1 + CONSUMERS), 1, 1], min_blocks_per_mp=1, stream=stream)
 
     def has_bias(self, epilogue_args) -> bool:
         return self.epilogue.bias(self.epilogue.Args(*epilogue_args)) is not None
@@ -153,6 +167,10 @@ class GroupedGemm:
         tma_w: cute.Tensor,
         atom_e,
         tma_e,
+        atom_0,
+        tma_0,
+        atom_1,
+        tma_1,
         table: cute.Tensor,
         offsets: cute.Tensor,
         epilogue_args: tuple,
@@ -172,8 +190,9 @@ class GroupedGemm:
             cpasync.prefetch_descriptor(atom_x)
             cpasync.prefetch_descriptor(atom_w)
         memory = cutlass_memory.SmemAllocator().allocate(self.Storage)
-        extra = self.make_pipe(memory.extra, 1, CONSUMERS * self.epilogue.fetched * epilogue.ROWS * epilogue.COLS, True)
-        pipe = self.make_pipe(memory.ring, self.stages, (self.tile_m + self.tile_n) * self.tile_k, False)
+        fetched = CONSUMERS * self.epilogue.fetched * epilogue.ROWS * epilogue.COLS
+        extra = self.make_pipe(memory.extra, self.epilogue.sets, CONSUMERS, fetched, True)
+        pipe = self.make_pipe(memory.ring, self.stages, 4 * CONSUMERS, (self.tile_m + self.tile_n) * self.tile_k, False)
         ring = Ring(
             memory.x.get_tensor(layout_x.outer, swizzle=layout_x.inner),
             memory.w.get_tensor(layout_w.outer, swizzle=layout_w.inner),
@@ -196,24 +215,26 @@ class GroupedGemm:
         if group_of_warps > 0:
             cute.arch.setmaxregister_increase(self.registers[1])
             consumer = group_of_warps - 1
-            bias = memory.bias.get_tensor(cute.make_layout((2 * epilogue.COLS, CONSUMERS)))
+            bias = memory.bias.get_tensor(cute.make_layout((2 * epilogue.HALF, CONSUMERS)))
             room = epilogue.Room(
                 tiles,
-                consumer * self.epilogue.staging_tiles,
+                consumer * self.epilogue.pieces,
                 bias[None, consumer] if const_expr(self.has_bias(epilogue_args)) else None,
                 pipeline.NamedBarrier(barrier_id=group_of_warps, num_threads=128),
+                (epilogue.Sink(atom_0, tma_0), epilogue.Sink(atom_1, tma_1)),
                 thread % 128,
+                warp % 4 == 0,
             )
             self.consume(pipe, ring, extra, mma, room, args, walk, consumer)
 
-    def make_pipe(self, barriers, stages: int, elements: int, more_follow: bool):
-        """One producer thread, eight consumer warps; a stage is full with `elements`. None if there are none."""
+    def make_pipe(self, barriers, stages: int, warps: int, elements: int, more_follow: bool):
+        """One thread fills, `warps` warps give back; a stage is full with `elements`. None if there are none."""
         if elements == 0:
             return None
         return pipeline.PipelineTmaAsync.create(
             num_stages=stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * CONSUMERS),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, warps),
             tx_count=elements * self.dtype.width // 8,
             barrier_storage=barriers.data_ptr(),
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
@@ -253,21 +274,24 @@ class GroupedGemm:
     @cute.jit
     def fetch(self, extra, saved: Source, tiles, walk: Walk):
         """Warp 1: the saved pre-activation of each tile into the staging tiles, gate and up for both warpgroups."""
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.epilogue.sets)
         index, group, first = Int32(walk.cta), Int32(0), Int32(0)
         group, first = seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
         while group < walk.groups:
             tile = locate(walk.offsets, walk.column_tiles, self.tile_m, index, group, first)
             rows = cute.domain_offset((tile.row, 0, 0), saved.tensor)
-            saved_tiles = cute.local_tile(rows, (epilogue.ROWS, epilogue.COLS), (None, tile.column_tile, None))
+            saved_tiles = cute.local_tile(rows, (epilogue.ROWS, epilogue.COLS), (None, None, None))
             target, source = partition(saved.atom, tiles, saved_tiles)
-            extra.producer_acquire(state)
-            full = extra.producer_get_barrier(state)
-            for consumer in range_constexpr(CONSUMERS):
-                for half in range_constexpr(self.epilogue.fetched):
-                    at = consumer * self.epilogue.staging_tiles + half
-                    cute.copy(saved.atom, source[None, consumer, half], target[None, at], tma_bar_ptr=full)
-            state.advance()
+            wide = self.tile_n // epilogue.COLS
+            for piece in cutlass.range(wide, unroll=1):
+                extra.producer_acquire(state)
+                full = extra.producer_get_barrier(state)
+                for consumer in range_constexpr(CONSUMERS):
+                    for half in range_constexpr(self.epilogue.fetched):
+                        at = consumer * self.epilogue.pieces + state.index * self.epilogue.fetched + half
+                        column = tile.column_tile * wide + piece
+                        cute.copy(saved.atom, source[None, consumer, column, half], target[None, at], tma_bar_ptr=full)
+                state.advance()
             index += walk.ctas
             group, first = seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
         extra.producer_tail(state)
@@ -287,7 +311,7 @@ class GroupedGemm:
         acc = cute.make_rmem_tensor(slice_of.partition_shape_C((self.tile_m, self.tile_n)), Float32)
         sums = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        extra_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        extra_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, max(1, self.epilogue.sets))
         index, group, first = Int32(walk.cta), Int32(0), Int32(0)
         group, first = seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
         while group < walk.groups:
@@ -295,16 +319,10 @@ class GroupedGemm:
             tile = whole._replace(row=whole.row + consumer * epilogue.ROWS)
             held = self.epilogue.load(args, tile, room)
             state = self.multiply(pipe, ring, state, mma, acc, fragment_x, fragment_w)
-            if const_expr(self.epilogue.fetched > 0):
-                extra.consumer_wait(extra_state)
-            self.epilogue.finish(args, held, sums, tile, room)
-            if const_expr(self.epilogue.fetched > 0):
-                cute.arch.fence_proxy("async.shared", space="cta")
-                room.barrier.arrive_and_wait()
-                extra.consumer_release(extra_state)
-                extra_state.advance()
+            extra_state = self.epilogue.finish(args, held, sums, tile, room, extra, extra_state)
             index += walk.ctas
             group, first = seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
+        epilogue.wait_sent(room.leads, 0)
 
     @cute.jit
     def multiply(self, pipe, ring: Ring, state, mma, acc, fragment_x, fragment_w):
@@ -349,7 +367,7 @@ def make_epilogue(options: Options):
         return Store(options.config.tile_n, options.zero_tail)
     if options.kind == "act":
         return Activate(options.activation, options.config.tile_n, options.glu_interleave, options.zero_tail)
-    return Differentiate(options.activation, options.keeps, options.zero_tail)
+    return Differentiate(options.activation, options.config.tile_n, options.keeps, options.zero_tail)
 
 
 def build(options: Options):

@@ -27,8 +27,8 @@ def functions(kind: str):
 class Activate:
     """Round to the pre-activation, store it if wanted, apply f and the row's factor, round, store."""
 
-    staging_tiles = 1
-    fetched = 0
+    pieces = 2
+    sets = fetched = 0
 
     def __init__(self, facts, tile_n: int, glu_interleave: int, zero_tail: bool):
         self.facts, self.tile_n, self.zero_tail = facts, tile_n, zero_tail
@@ -45,18 +45,19 @@ class Activate:
     def bias(self, args):
         return args.bias
 
+    def sinks(self, args):
+        results = ((args.act, 1), (args.preact, 2 if self.gated else 1))
+        return results if args.preact is not None else results[:1]
+
     def zeroed(self, args):
         if not self.zero_tail:
             return ()
         return (args.act,) if args.preact is None else (args.act, args.preact)
 
-    def columns(self, tile, half: int, width):
-        """First column of this half of the tile: in act, in the pre-activation; and the half's end there."""
-        if self.gated:
-            first = tile.column_tile * epilogue.COLS
-            return first, half * width + first, (half + 1) * width
-        first = tile.column_tile * self.tile_n + half * epilogue.COLS
-        return first, first, width
+    def column(self, tile, index: int):
+        """The first column of piece `index` of the tile, within its half of the pre-activation."""
+        first = tile.column_tile * (epilogue.HALF if self.gated else self.tile_n)
+        return first + (index % 2 if self.gated else index) * epilogue.COLS
 
     def load(self, args, tile, room):
         values, factors = None, None
@@ -64,8 +65,7 @@ class Activate:
         if args.bias is not None:
             values = []
             for half in range(2):
-                first, _, _ = self.columns(tile, half, width)
-                column = first + room.thread
+                column = self.column(tile, 2 * half) + room.thread
                 if self.gated:
                     index = epilogue.bias_column(column, half, width, self.glu_interleave)
                 else:
@@ -76,37 +76,32 @@ class Activate:
             factors = [epilogue.row_factor(args.probs, row, tile.end) for row in rows]
         return values, factors
 
-    def finish(self, args, held, acc, tile, room):
+    def finish(self, args, held, acc, tile, room, pipe, state):
         values, factors = held
         if values is not None:
             epilogue.keep_bias(values, room)
             epilogue.add_bias(acc, room, None)
-        dtype, width = args.act.element_type, args.act.shape[1]
-        preact = epilogue.rounded(acc, dtype)
-        halves = self.tile_n // epilogue.COLS
-        if args.preact is not None:
-            for half in range(halves):
-                _, column, column_end = self.columns(tile, half, width)
-                self.emit(epilogue.part(preact, half, 64), args.preact, tile, room, column, column_end)
+        dtype = args.act.element_type
+        preact = epilogue.rounded_now(acc, dtype)
         if factors is not None:
             factors = [factor.to(dtype).to(Float32) for factor in factors]
-        for half in range(1 if self.gated else halves):
-            inputs = [epilogue.part(preact, h, 64) for h in ((0, 1) if self.gated else (half,))]
-            column, _, _ = self.columns(tile, half, width)
-            self.emit(epilogue.rounded(self.apply(inputs, factors), dtype), args.act, tile, room, column, width)
+        sent = 0
+        for index in range(2 if self.gated else self.tile_n // epilogue.COLS):
+            inputs = [epilogue.part(preact, i, 32) for i in ((index, index + 2) if self.gated else (index,))]
+            column = self.column(tile, index)
+            if args.preact is not None:
+                for half, values in enumerate(inputs):
+                    epilogue.emit(values, sent % 2, room.sinks[1], tile, room, column, half)
+                    sent += 1
+            act = epilogue.rounded(self.apply(inputs, factors), dtype)
+            epilogue.emit(act, sent % 2, room.sinks[0], tile, room, column, 0)
+            sent += 1
+        return state
 
     def apply(self, inputs, factors):
-        """f of the rounded inputs, times the row's factor, in FP32."""
-        result = cute.make_rmem_tensor((64,), Float32)
-        for i in range(64):
+        """f of 32 rounded inputs a thread, times the row's factor, in FP32."""
+        result = cute.make_rmem_tensor((32,), Float32)
+        for i in range(32):
             value = self.curve.forward(self.facts, *(x[i].to(Float32) for x in inputs))
             result[i] = value if factors is None else value * factors[(i // 2) % 2]
         return result
-
-    def emit(self, values, out, tile, room, column, column_end):
-        """64 rounded values a thread through the staging tile to `out`."""
-        staging = room.tile(0)
-        room.barrier.arrive_and_wait()
-        epilogue.stage(values, staging, room.thread)
-        room.barrier.arrive_and_wait()
-        epilogue.write_rows(staging, out, room.thread, tile.row, tile.end, column, column_end)

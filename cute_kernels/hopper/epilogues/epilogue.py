@@ -1,20 +1,26 @@
 """What every epilogue shares: from sums in registers to rows in global memory.
 
-A consumer warpgroup owns 64 rows of a tile. Thread t of its 128 holds rows r and r + 8, where
-r = 16 (t // 32) + (t % 32) // 4, and of every 8 columns the pair 2 (t % 4) + {0, 1}: element i of a 64 x 8n fragment is row r + 8 ((i // 2) % 2), column
+A consumer warpgroup owns 64 rows of a tile. Thread t of its 128 holds rows r and r + 8, r = 16 (t // 32) + t % 32 // 4,
+and of every 8 columns the pair 2 (t % 4) + {0, 1}: element i of a 64 x 8n fragment is row r + 8 (i // 2 % 2), column
 8 (i // 4) + 2 (t % 4) + i % 2. So the gate half and the up half of a 64 x 256 fragment meet in one thread.
 
-Values leave through a 64 x 128 tile of swizzled shared memory (stmatrix in, 16-byte rows out): memory wants whole rows.
-Rows at or past the group's end and columns past the tensor's are not stored.
+Values leave in pieces of 64 rows x 64 columns: rounded, through a swizzled piece of shared memory, by TMA, while the
+next piece is formed. No row is tested: the descriptor of a result is ragged. Its rows are seen as
+
+    (2^30, columns, halves, 2^31 - 1, 2^31 - 1) with strides (s, 1, columns, 2^34 - s, s)
+
+where row i of a group that ends at row `end` is (2^30 - (end - i), ., ., 2^30, end): its address is i·s, since 2^30
+times 2^34 elements wrap to zero in 64 bits, and from `end` on it is out of range and not written. No descriptor is
+rewritten. (The idea is public: Triton's ragged TMA.)
 
 Hooks, in the order the main loop calls them:
 
-    staging_tiles        how many 64 x 128 tiles a warpgroup needs
-    fetched              how many of them the producer fills by TMA before the epilogue (0: none)
-    bias(args)           the bias tensor, or None
-    zeroed(args)         row-shaped results whose tail must be zero
-    load(args, tile, room)          before the products: read what will be needed per row and per column
-    finish(args, held, acc, tile, room)   after them
+    pieces, sets, fetched   pieces of shared memory a warpgroup needs; sets of `fetched` pieces that the producer fills
+    sinks(args)             the results that leave by TMA, each with its number of halves
+    bias(args)              the bias tensor, or None
+    zeroed(args)            row-shaped results whose tail must be zero
+    load(args, tile, room)                          before the products: what is needed per row and per column
+    finish(args, held, acc, tile, room, pipe, state)   after them; the pipe brings what was fetched
 """
 
 from typing import Any, NamedTuple
@@ -22,23 +28,38 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int64, Uint32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, warp, warpgroup
+from cutlass import Float32, Int64, Uint32, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cutlass_dsl import T, dsl_user_op
 
-ROWS, COLS = 64, 128
+ROWS, COLS = 64, 64
+HALF = 128
+"""Columns of one half of a gated tile: two pieces."""
+RAGGED_ROWS = 2**30
+FAR = 2**31 - 1
+
+
+class Sink(NamedTuple):
+    """A result that leaves by TMA: the atom and the coordinates it writes."""
+
+    atom: Any
+    tensor: Any
 
 
 class Room(NamedTuple):
-    """What one consumer warpgroup has: staging tiles from `first` on, 256 bias values, a barrier; and the thread."""
+    """What one consumer warpgroup has: pieces from `first` on, 256 bias values, a barrier, sinks; and the thread."""
 
     staging: cute.Tensor
     first: Any
     bias: Any
     barrier: Any
+    sinks: tuple
     thread: Any
+    leads: Any
 
-    def tile(self, index: int):
-        """Staging tile `index` of this warpgroup."""
+    def piece(self, index: int):
+        """Piece `index` of this warpgroup."""
         return self.staging[None, None, self.first + index]
 
     def row(self):
@@ -46,10 +67,25 @@ class Room(NamedTuple):
         return (self.thread // 32) * 16 + (self.thread % 32) // 4
 
 
-def staging_layout(tiles: int, dtype):
-    """`tiles` staging tiles of 64 x 128, 128-byte swizzled, one after another."""
+def staging_layout(pieces: int, dtype):
+    """`pieces` pieces of 64 x 64, 128-byte swizzled, one after another."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-    return cute.tile_to_shape(atom, (ROWS, COLS, tiles), (0, 1, 2))
+    return cute.tile_to_shape(atom, (ROWS, COLS, pieces), (0, 1, 2))
+
+
+def ragged_view(out: cute.Tensor, halves: int):
+    """A row-major result [T, W] as its ragged descriptor sees it."""
+    columns = out.shape[1] // halves
+    step = Int64(out.shape[1])
+    shape = (RAGGED_ROWS, columns, halves, FAR, FAR)
+    stride = (step, 1, columns if halves > 1 else 0, Int64(2**34) - step, step)
+    return cute.make_tensor(out.iterator, cute.make_layout(shape, stride=stride))
+
+
+def make_sink(out: cute.Tensor, halves: int):
+    """(TMA atom, coordinates) that store pieces to `out`."""
+    one = cute.slice_(staging_layout(1, out.element_type), (None, None, 0))
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), ragged_view(out, halves), one, (ROWS, COLS))
 
 
 def words(staging: cute.Tensor):
@@ -87,30 +123,73 @@ def rounded(values: cute.Tensor, dtype):
     return result
 
 
-def stage(values: cute.Tensor, tile: cute.Tensor, thread):
-    """A thread's 64 rounded values of a 64 x 128 fragment into its staging tile, four 8 x 8 matrices at a time."""
+@dsl_user_op
+def here(word, *, loc=None, ip=None):
+    """`word`, computed at this point of the program and not later."""
+    value = Uint32(word).ir_value(loc=loc, ip=ip)
+    return Uint32(
+        llvm.inline_asm(
+            T.i32(), [value], "mov.b32 $0, $1;", "=r,r", has_side_effects=True, is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
+
+
+def rounded_now(values: cute.Tensor, dtype):
+    """`rounded`, all of it at once: left alone, the compiler rounds late, holds twice the registers and spills."""
+    result = rounded(values, dtype)
+    pairs = cute.make_tensor(cute.recast_ptr(result.iterator, dtype=Uint32), cute.make_layout(cute.size(result) // 2))
+    for i in range(cute.size(pairs)):
+        pairs[i] = here(pairs[i])
+    return result
+
+
+def stage(values: cute.Tensor, piece: cute.Tensor, thread):
+    """A thread's 32 rounded values of a 64 x 64 fragment into a piece, four 8 x 8 matrices at a time."""
     dtype = values.element_type
     k_major = OperandMajorMode.K
     mma = sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, COLS))
     tiled = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype), mma)
     fragment = cute.make_tensor(values.iterator, cute.make_layout(((2, 2, COLS // 8), 1, 1)))
-    cute.copy(tiled, tiled.retile(fragment), tiled.get_slice(thread).partition_D(tile))
+    cute.copy(tiled, tiled.retile(fragment), tiled.get_slice(thread).partition_D(piece))
 
 
 @cute.jit
-def write_rows(tile: cute.Tensor, out: cute.Tensor, thread, row, end, column, column_end):
-    """A staging tile to out[row : min(row + 64, end), column : min(column + 128, column_end)], 16 bytes a thread."""
-    copy = cute.make_copy_atom(CopyUniversalOp(), out.element_type, num_bits_per_copy=128)
-    chunk = thread % 16
-    mine = column + 8 * chunk
-    for block in cutlass.range(2, unroll=1):  # a real loop: unrolled, ptxas computes the next values early and spills
-        for step in range_constexpr(4):
-            local = thread // 16 + 8 * (4 * block + step)
-            if row + local < end and mine < column_end:
-                values = cute.make_rmem_tensor((8,), out.element_type)
-                cute.copy(copy, cute.local_tile(tile[local, None], (8,), (chunk,)), values)
-                at = (out.iterator + cute.crd2idx((Int64(row + local), mine), out.layout)).align(16)
-                cute.copy(copy, values, cute.make_tensor(at, cute.make_layout((8,))))
+def wait_sent(leads, pending: cutlass.Constexpr):
+    """The leading warp waits until all but `pending` of the sent pieces have been read out of shared memory."""
+    if leads:
+        cute.arch.cp_async_bulk_wait_group(pending, read=True)
+
+
+@cute.jit
+def send(leads, sink: Sink, piece: cute.Tensor, tile, column, half: cutlass.Constexpr):
+    """The leading warp stores a piece to rows tile.row.. of its group, columns column.. of a half."""
+    if leads:
+        whole = sink.tensor[None, None, half, RAGGED_ROWS, tile.end]
+        there = cute.domain_offset((RAGGED_ROWS - (tile.end - tile.row), column), whole)
+        target = cute.local_tile(there, (ROWS, COLS), (0, 0))
+        source, target = cpasync.tma_partition(
+            sink.atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(target, 0, 2)
+        )
+        cute.copy(sink.atom, source, target)
+
+
+@cute.jit
+def close(leads):
+    """The pieces sent since the last call are one group to wait for."""
+    if leads:
+        cute.arch.cp_async_bulk_commit_group()
+
+
+def emit(values, slot: int, sink: Sink, tile, room: Room, column, half: int):
+    """32 rounded values a thread leave through piece `slot`; the two slots take turns, one fills while one is read."""
+    wait_sent(room.leads, 1)
+    room.barrier.arrive_and_wait()
+    stage(values, room.piece(slot), room.thread)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    room.barrier.arrive_and_wait()
+    send(room.leads, sink, room.piece(slot), tile, column, half)
+    close(room.leads)
 
 
 @cute.jit
@@ -159,13 +238,13 @@ def read_bias(bias: cute.Tensor, group, index, column, width):
 def keep_bias(values, room: Room):
     """This thread's two bias values, of columns t and 128 + t of the tile, to shared memory for the whole warpgroup."""
     room.bias[room.thread] = values[0]
-    room.bias[COLS + room.thread] = values[1]
+    room.bias[HALF + room.thread] = values[1]
     room.barrier.arrive_and_wait()
 
 
 def add_bias(acc: cute.Tensor, room: Room, factors):
     """acc += factor of the row times bias of the column; `factors` holds the two rows', or is None for 1."""
-    pairs = cute.make_tensor(cute.recast_ptr(room.bias.iterator, dtype=Uint32), cute.make_layout(COLS))
+    pairs = cute.make_tensor(cute.recast_ptr(room.bias.iterator, dtype=Uint32), cute.make_layout(HALF))
     for block in range(cute.size(acc) // 4):
         values = unpacked(pairs[4 * block + room.thread % 4], room.bias.element_type)
         for row in range(2):

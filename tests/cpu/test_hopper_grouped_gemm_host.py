@@ -1,0 +1,126 @@
+"""The host side of the grouped products without a GPU: what it refuses, what it allocates, what it would launch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_kernels.activation import Activation
+from cute_kernels.hopper import grouped_gemm as host
+
+BF16 = torch.bfloat16
+SWIGLU = Activation("swiglu")
+T, G, N, K = 40, 3, 64, 24
+OFFSETS = torch.tensor([0, 10, 10, 33], dtype=torch.int32)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """(options, arguments) of every launch; nothing runs."""
+    found: list[tuple] = []
+
+    def kernel(module: str, options: object, arch: str):
+        return lambda *arguments: found.append((options, arguments))
+
+    monkeypatch.setattr(host, "multiprocessors", lambda kernel, device: 132)
+    monkeypatch.setattr(host.launch, "kernel", kernel)
+    monkeypatch.setattr(host.launch, "current_stream", lambda device: 7)
+    monkeypatch.setattr(host, "device_table", lambda values, device, stream, arch: torch.tensor(values))
+    return found
+
+
+def rows(columns: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(T, columns, dtype=dtype)
+
+
+def stacked(n: int = N, k: int = K) -> list[torch.Tensor]:
+    return [torch.zeros(G, n, k, dtype=BF16)]
+
+
+def test_a_product_is_one_launch(launched: list) -> None:
+    y = host.grouped_gemm(rows(K), stacked(), OFFSETS, torch.zeros(G, N, dtype=BF16), torch.zeros(T))
+    ((options, (x, w, table, offsets, outputs, grid, stream)),) = launched
+    assert (options.kind, options.has_bias, options.factor, options.separate) == ("store", True, "float32", False)
+    assert table is None and outputs[0] is y and (grid, stream) == (3, 7)
+    assert y.shape == (T, N) and offsets is OFFSETS and x.shape == (T, K) and w.shape == (G, N, K)
+
+
+def test_a_scale_without_a_bias_is_not_passed(launched: list) -> None:
+    host.grouped_gemm(rows(K), stacked(), OFFSETS, None, torch.zeros(T))
+    assert launched[0][0].factor == "" and launched[0][1][4][1:] == (None, None)
+
+
+def test_separate_weights_become_distances_from_the_lowest(launched: list) -> None:
+    buffer = torch.zeros(4, N, K, dtype=BF16)
+    weights = [buffer[3], buffer[0], buffer[2]]
+    host.grouped_gemm(rows(K), weights, OFFSETS)
+    ((options, (_, base, table, *_)),) = launched
+    assert options.separate and base.data_ptr() == buffer.data_ptr()
+    assert table.tolist() == [3 * N * K * 2 // 16, 0, 2 * N * K * 2 // 16]
+
+
+def test_weights_too_far_apart_are_refused(launched: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "addresses", lambda weights: (0, 16 * 2**31, 32))
+    with pytest.raises(ValueError, match="32 GiB"):
+        host.grouped_gemm(rows(K), [torch.zeros(N, K, dtype=BF16) for _ in range(G)], OFFSETS)
+    assert not launched
+
+
+def test_results_have_the_reference_shapes(launched: list) -> None:
+    assert host.grouped_gemm_dgrad(rows(N), stacked(), OFFSETS, 8).shape == (T, K)
+    act, preact = host.grouped_gemm_act(rows(K), stacked(), OFFSETS, SWIGLU, glu_interleave=8)
+    assert (act.shape, preact.shape) == ((T, N // 2), (T, N))
+    act, preact = host.grouped_gemm_act(rows(K), stacked(), OFFSETS, Activation("srelu"), save_preact=False)
+    assert act.shape == (T, N) and preact is None
+    assert [options.glu_interleave for options, _ in launched] == [8, 8, 0]
+    dpreact, act, dprobs = host.grouped_gemm_dact(
+        rows(N), stacked(), OFFSETS, rows(2 * K), SWIGLU, torch.zeros(T), True, True
+    )
+    assert (dpreact.shape, act.shape, dprobs.shape, dprobs.dtype) == ((T, 2 * K), (T, K), (T,), torch.float32)
+    dpreact, act, dprobs = host.grouped_gemm_dact(
+        rows(N), stacked(), OFFSETS, rows(K), Activation("gelu"), need_act=False
+    )
+    assert dpreact.shape == (T, K) and act is None and dprobs is None
+
+
+def test_no_rows_is_no_launch(launched: list) -> None:
+    none = torch.zeros(0, K, dtype=BF16)
+    offsets = torch.zeros(G + 1, dtype=torch.int32)
+    assert host.grouped_gemm(none, stacked(), offsets).shape == (0, N)
+    dy = torch.zeros(0, N, dtype=BF16)
+    results = host.grouped_gemm_dact(
+        dy, stacked(), offsets, torch.zeros(0, 2 * K, dtype=BF16), SWIGLU, None, True, True
+    )
+    assert [result.shape[0] for result in results] == [0, 0, 0]
+    assert not launched
+
+
+def test_rows_that_tma_cannot_address_are_copied(launched: list) -> None:
+    x = torch.zeros(T, K + 4, dtype=BF16)[:, :K]
+    host.grouped_gemm(x, stacked(), OFFSETS)
+    assert launched[0][1][0].stride() == (K, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: host.grouped_gemm(rows(K + 8), stacked(), OFFSETS), r"x is bfloat16 \[40, 32\].*needs.*\[40, 24\]"),
+        (lambda: host.grouped_gemm(rows(20), stacked(k=20), OFFSETS), "K is 20, needs a multiple of 8"),
+        (lambda: host.grouped_gemm(rows(K), [], OFFSETS), "weights starts with"),
+        (lambda: host.grouped_gemm(rows(K), stacked() * 2, OFFSETS), "weights starts with"),
+        (lambda: host.grouped_gemm(rows(K), [stacked()[0][0]] * 2, OFFSETS), "weights has 2 tensors"),
+        (lambda: host.grouped_gemm(rows(K, torch.float32), stacked(), OFFSETS), "x is float32"),
+        (lambda: host.grouped_gemm(rows(K), stacked(), OFFSETS.long()), "offsets"),
+        (lambda: host.grouped_gemm(rows(K), stacked(), OFFSETS, torch.zeros(G, 8, dtype=BF16)), "bias"),
+        (lambda: host.grouped_gemm(rows(K), [stacked()[0].transpose(1, 2)], OFFSETS), "x is bfloat16"),
+        (lambda: host.grouped_gemm(rows(K), stacked(), OFFSETS, sm_margin=-1), "sm_margin"),
+        (lambda: host.grouped_gemm_dgrad(rows(N), stacked(), OFFSETS, 3), "glu_interleave is 3"),
+        (lambda: host.grouped_gemm_act(rows(K), stacked(), OFFSETS, SWIGLU, glu_interleave=128), "glu_interleave"),
+        (lambda: host.grouped_gemm_act(rows(K), stacked(), OFFSETS, SWIGLU, probs=torch.zeros(3)), "probs"),
+        (lambda: host.grouped_gemm_dact(rows(N), stacked(), OFFSETS, rows(K), SWIGLU), "preact"),
+    ],
+)
+def test_refusals_name_the_argument_and_come_before_any_launch(launched: list, call, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
+    assert not launched
