@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,7 +169,13 @@ def _run(
 
 def _table(name: str, weights: Sequence[Tensor], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     """(the tensor at the lowest address, int64 [G] distances from it in units of 16 bytes, on the device)."""
-    places = addresses(weights)
+    lowest, distances = _distances(name, addresses(weights))
+    return weights[lowest], device_table(distances, device, stream, ARCH)
+
+
+@functools.lru_cache(maxsize=512)
+def _distances(name: str, places: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """(which address is lowest, distances from it in units of 16 bytes)."""
     lowest = min(places)
     span = max(places) - lowest
     if span > SPAN_BYTES:
@@ -176,8 +183,7 @@ def _table(name: str, weights: Sequence[Tensor], device: torch.device, stream: i
             f"{name}: separate weights lie {span} bytes apart, needs at most {SPAN_BYTES} (32 GiB); "
             "allocate them together or stack them"
         )
-    distances = tuple((place - lowest) // VECTOR_BYTES for place in places)
-    return weights[places.index(lowest)], device_table(distances, device, stream, ARCH)
+    return places.index(lowest), tuple((place - lowest) // VECTOR_BYTES for place in places)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,7 +199,7 @@ def _options(
     N: int = 0,
     I: int = 0,  # noqa: E741
     H: int = 0,
-    **facts: object,
+    **facts: Any,
 ) -> Options:
     """Checks what does not depend on the call's memory, once for each shape, and gathers it."""
     interleave = glu_interleave if activation is None or activation.is_glu else 0
@@ -232,8 +238,10 @@ def _check_product(
     if separate and len(weights) != groups:
         raise ValueError(f"{kernel.name}: weights has {len(weights)} tensors, needs one [G, N, K] or {groups} [N, K]")
     shape = tuple(weights[0].shape) if separate else (groups, *weights[0].shape[1:])
+    fit = torch.Size(shape), x.dtype, x.device
     for w in weights:
-        check_shape(kernel.name, "weights", w, shape, x, (x.dtype,))
+        if (w.shape, w.dtype, w.device) != fit:
+            check_shape(kernel.name, "weights", w, shape, x, (x.dtype,))
         if not w.is_contiguous() or w.data_ptr() % VECTOR_BYTES:
             wanted = f"contiguous and starting at a multiple of {VECTOR_BYTES} bytes"
             raise ValueError(f"{kernel.name}: weights need to be {wanted}")

@@ -85,7 +85,7 @@ class GroupedGemm:
         self.contracts_rows, self.separate = options.contracts_rows, options.separate
         self.block = options.glu_interleave
         self.epilogue = make_epilogue(options)
-        gated = options.kind == "act" and options.activation.is_glu
+        gated = options.kind == "act" and options.activation is not None and options.activation.is_glu
         self.boxes = 2 if gated else 1
         """W boxes a stage: gate rows and up rows."""
         self.passes = 2 if options.kind == "store" and options.glu_interleave else 1

@@ -261,3 +261,20 @@ def test_a_thousand_groups_are_walked_completely() -> None:
     counts = visited(sizes, sum(sizes), 3, 7)
     assert int(counts.sum()) == 3 * sum(-(-size // 128) for size in sizes)
     assert int(counts.max()) - int(counts.min()) <= 1
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
+def test_a_graph_replays_with_other_splits(separate: bool) -> None:
+    x, offsets = rows_of(RAGGED, 136), offsets_of(RAGGED)
+    w = weights_of(RAGGED, 2 * 264, 136, separate=separate)
+    other = reference.group_offsets(torch.tensor([0, 200, 77, 1, 130, 0], device="cuda"), RAGGED.rows)
+    act = hopper("grouped_gemm_act")
+    expected = act(x, w, other, SWIGLU)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = act(x, w, offsets, SWIGLU)
+    offsets.copy_(other)
+    graph.replay()
+    for name, mine, wanted in zip(("act", "preact"), replayed, expected, strict=True):
+        assert_bitwise_equal(mine, wanted, name)

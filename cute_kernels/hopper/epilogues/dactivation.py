@@ -118,7 +118,7 @@ class Differentiate:
                     results[half][e] = scaled * slopes[half]
                 act[e] = value if factor is None else value * factor
             for place, result in zip(places, results, strict=True):
-                pairs[local, word, place] = epilogue.packed(*result, dtype)
+                pairs[local, word, place] = epilogue.packed(result[0], result[1], dtype)
             if self.has_act:
-                pairs[local, word, room.first + self.pieces - 1] = epilogue.packed(*act, dtype)
+                pairs[local, word, room.first + self.pieces - 1] = epilogue.packed(act[0], act[1], dtype)
         return total
