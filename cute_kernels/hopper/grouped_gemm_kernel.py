@@ -53,10 +53,6 @@ class Walk(NamedTuple):
     cta: Any
     ctas: Any
 
-    @property
-    def threads(self):
-        return 128 * self.ctas
-
 
 class Ring(NamedTuple):
     """Shared memory of the operands (x, W as WGMMA reads it, W as boxes for TMA) and the contraction tiles a half."""
