@@ -78,12 +78,14 @@ def _valid_rows(rows: int, offsets: Tensor) -> Tensor:
 # Products
 
 
-def uses_device_offsets(x: Tensor, width: int) -> bool:
+def uses_device_offsets(x: Tensor, width: int, groups: int) -> bool:
     """Whether a product of `x` with `width` output columns reads the offsets on the device (no host sync).
 
-    It does for CUDA BF16 with both widths multiples of 8 (16-byte rows, which `grouped_mm` asks for).
+    It does for CUDA BF16 with both widths multiples of 8 (16-byte rows) and fewer than 1024 groups, which is what
+    `grouped_mm` takes.
     """
-    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0 and x.shape[1] % 8 == 0 and width % 8 == 0
+    aligned = x.shape[1] % 8 == 0 and width % 8 == 0
+    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0 and aligned and groups < 1024
 
 
 def _loop_product(x: Tensor, matrices: Sequence[Tensor], offsets: Tensor) -> Tensor:
@@ -123,7 +125,7 @@ def grouped_gemm(
     The sum is rounded once, after the bias.
     """
     rows = x.shape[0]
-    if uses_device_offsets(x, weights[0].shape[-2]):
+    if uses_device_offsets(x, weights[0].shape[-2], offsets.shape[0] - 1):
         stacked = _stacked(weights)
         if bias is not None:
             left, right = _bias_columns(bias, bias_scale, rows)
@@ -141,7 +143,7 @@ def grouped_gemm(
 
 def grouped_gemm_dgrad(dy: Tensor, weights: Sequence[Tensor], offsets: Tensor, glu_interleave: int = 0) -> Tensor:
     """dx = dy W_g; [T, K] in dy's dtype, zero in the tail. dy's columns are `[gate | linear]`, W's rows interleaved."""
-    if uses_device_offsets(dy, weights[0].shape[-1]):
+    if uses_device_offsets(dy, weights[0].shape[-1], offsets.shape[0] - 1):
         stacked = deinterleave(_stacked(weights), glu_interleave, 1)
         dx = F.grouped_mm(dy, stacked, offs=offsets[1:])
         return torch.where(_valid_rows(dy.shape[0], offsets), dx, 0)
@@ -151,7 +153,7 @@ def grouped_gemm_dgrad(dy: Tensor, weights: Sequence[Tensor], offsets: Tensor, g
 
 def grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor, glu_interleave: int = 0) -> Tensor:
     """dW_g = dy_gᵀ x_g; [G, N, K] in x's dtype, exactly zero for an empty group. Rows come out interleaved as W's."""
-    if uses_device_offsets(x, dy.shape[1]):
+    if uses_device_offsets(x, dy.shape[1], offsets.shape[0] - 1):
         dw = F.grouped_mm(dy.t(), x, offs=offsets[1:])
         dw = torch.where((offsets.diff() > 0)[:, None, None], dw, 0)
     else:
@@ -167,7 +169,8 @@ def grouped_wgrad_(
     out: Sequence[Tensor], dy: Tensor, x: Tensor, offsets: Tensor, glu_interleave: int = 0, accumulate: bool = False
 ) -> None:
     """Write `grouped_wgrad` into `out` (one [G, N, K] or G [N, K] tensors of any float dtype), or add to it."""
-    wide = out[0].dtype == torch.float32 and not uses_device_offsets(x, dy.shape[1])
+    on_device = uses_device_offsets(x, dy.shape[1], offsets.shape[0] - 1)
+    wide = out[0].dtype == torch.float32 and not on_device
     dw = grouped_wgrad(_wide(dy) if wide else dy, _wide(x) if wide else x, offsets, glu_interleave)
     for target, grad in zip(_groups(out), dw.unbind(0), strict=True):
         if accumulate:

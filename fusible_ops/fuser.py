@@ -179,7 +179,7 @@ class OperationFuser:
     # -- planning --------------------------------------------------------------------------------------------------
 
     def plan(self, target: Target, autocast_dtype: torch.dtype | None = None) -> Plan:
-        """What runs what on `target`. autocast_dtype: as under `torch.autocast`; None means the first linear's dtype."""
+        """What runs what on `target`. autocast_dtype: as under `torch.autocast`; None: as the weights are."""
         dtype = autocast_dtype or self._weight_dtype() or torch.get_default_dtype()
         specs = [replace(op.describe(), name=op.name or name) for name, op in zip(self.names, self.ops, strict=True)]
         chain = Chain(tuple(specs), dtype_name(dtype), autocast=autocast_dtype is not None)

@@ -215,7 +215,7 @@ class Sequential(nn.Module):
         """Which kernel runs what, and where none does, which condition failed.
 
         target: an architecture ("sm_90a", "sm_100a", "cpu", …: an ideal machine, needs no GPU), a `Target`, a device,
-        or None for the device of the parameters. dtype: as under `torch.autocast` with that dtype; None: as the weights are.
+        or None for the device of the parameters. dtype: as under `torch.autocast` in it; None: as the weights are.
         Returns text, or with as_data=True a list of dicts, one for each run of ops or plain module.
         """
         machine = self._target(target)

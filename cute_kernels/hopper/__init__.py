@@ -1,4 +1,4 @@
-"""Kernels for Hopper (SM90). `function(name)` gives a host function; nothing here imports CUTLASS until a kernel is built."""
+"""Kernels for Hopper (SM90). `function(name)` gives a host function; CUTLASS is imported when a kernel is built."""
 
 from __future__ import annotations
 

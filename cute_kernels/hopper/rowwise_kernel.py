@@ -205,7 +205,7 @@ class Dact:
             if const_expr(dprobs is not None):
                 total = warp_sum(total)
                 if lane == 0:
-                    dprobs[row] = total
+                    dprobs[row] = total  # type: ignore[index]
 
     @cute.jit
     def row_factor(self, probs: cute.Tensor | None, row, valid):
