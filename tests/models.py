@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -108,3 +109,19 @@ def as_if_on(arch: str) -> Iterator[None]:
     """Plan as if every device were an ideal machine of `arch`. CPU tensors then run the operators' reference."""
     with mock.patch.object(Target, "of", lambda device: Target.named(arch)):
         yield
+
+
+@contextmanager
+def no_host_sync(device: str) -> Iterator[None]:
+    """On CUDA, any wait of the host for the device that PyTorch knows of raises RuntimeError."""
+    if device != "cuda":
+        yield
+        return
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -16,7 +16,7 @@ import torch
 import fusible_ops as ops
 from tests.cases import Splits
 from tests.compare import assert_bitwise_equal
-from tests.models import MLP, Inputs, as_if_on, step
+from tests.models import MLP, Inputs, as_if_on, no_host_sync, step
 
 HOPPER = pytest.mark.gpu("sm_90a")
 
@@ -120,7 +120,7 @@ def test_a_rank_without_tokens(place: Place, rows: int, accumulate: bool) -> Non
     x = torch.randn(rows, 256, dtype=torch.bfloat16, device=place.device)
     probs = torch.rand(rows, device=place.device)
     device_splits = splits.tensor(place.device)
-    with _no_sync(place.device):
+    with no_host_sync(place.device):
         y = model(x, device_splits, probs, device_splits)
         assert y.shape == (rows, 256) and y.grad_fn is not None
         y.backward(torch.randn_like(y))
@@ -130,20 +130,6 @@ def test_a_rank_without_tokens(place: Place, rows: int, accumulate: bool) -> Non
             assert p.grad_added_to_main_grad and (p.main_grad == 3.0).all(), name
         else:
             assert (p.grad == 0).all(), name
-
-
-@contextlib.contextmanager
-def _no_sync(device: str) -> Iterator[None]:
-    """On CUDA, any wait of the host for the device raises."""
-    if device != "cuda":
-        yield
-        return
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_router_probability_scales_the_second_bias_too(place: Place) -> None:

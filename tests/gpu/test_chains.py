@@ -10,7 +10,7 @@ import torch
 import fusible_ops as ops
 from tests.cases import Splits, full
 from tests.compare import assert_as_accurate, assert_bitwise_equal
-from tests.models import ACTIVATIONS, GATED, MLP, Inputs, step
+from tests.models import ACTIVATIONS, GATED, MLP, Inputs, no_host_sync, step
 
 pytestmark = pytest.mark.gpu("sm_90a")
 
@@ -149,12 +149,9 @@ def test_no_host_sync_and_same_bits_every_time() -> None:
         for _ in range(3):
             model.zero_grad()
             x, probs = inputs.x.clone().requires_grad_(), inputs.probs.clone().requires_grad_()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with no_host_sync("cuda"):
                 y = model(x, *mlp.extras(sizes, probs))
                 y.backward(inputs.dy)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             assert_bitwise_equal(y.detach(), first["y"])
             assert_bitwise_equal(x.grad, first["dx"])
             assert_bitwise_equal(probs.grad, first["dprobs"])
