@@ -115,7 +115,8 @@ class ActivationOperation(BasicOperation):
 class ScaledActivation(ActivationOperation):
     """An activation times `scales`, its extra input: float, one value for each row of the input, on the input's device.
 
-    y = round(f(x)·s). Gradients: (dy·s)·∂f for the input, Σ_columns dy·f for the scales (only if they require it).
+    y = round(f(x)·s). Gradients: (dy·s)·∂f for the input, Σ_columns dy·f in FP32 for the scales (only if they require
+    it).
     activation_recompute_in_mlp: accepted for Transformer Engine's sake by ScaledSReLU; has no effect (fused chains
     always recompute the activation).
     """
@@ -156,7 +157,7 @@ class ScaledActivation(ActivationOperation):
         )
         dx = reference.interleave(dpreact, self.glu_interleave, -1) if ctx.input_requires_grad else None
         if dscales is not None:
-            dscales = dscales.to(preact.dtype).view(ctx.scales_shape)
+            dscales = dscales.view(ctx.scales_shape)
         return dx, [[]], [[dscales]]
 
 

@@ -22,6 +22,7 @@ from cute_kernels.target import Target
 from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.linear import BasicLinear
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from fusible_ops.parameters import parameters_of
 from patterns import RULES, Chain, Plan, Rule, explain, plan
 
 ON_UNFUSED = ("allow", "warn", "error")
@@ -226,7 +227,7 @@ class OperationFuser:
         for op in self.basic_ops:
             extras.append(extra_inputs[at : at + op.num_extra_inputs])
             at += op.num_extra_inputs
-        params = [list(op.parameters()) for op in self.basic_ops]
+        params = [parameters_of(op) for op in self.basic_ops]
         first = self._first_op_requiring_grad(x, params, extras)
         contexts = [
             OperationContext(i >= first, i > first or (i == first == 0 and x.requires_grad), autocast_dtype)

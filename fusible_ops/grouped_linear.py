@@ -68,30 +68,32 @@ class GroupedLinear(BasicOperation):
         self.single_grouped_weight = single_grouped_weight
         self.single_grouped_bias = single_grouped_bias and bias
         self._rng_state_tracker_function = rng_state_tracker_function
+        self._weight_keys = self._keys("weight", self.single_grouped_weight)
+        self._bias_keys = self._keys("bias", self.single_grouped_bias) if bias else []
         self._delayed: deque[WeightGrad] = deque()
         self._wgrad_hooks: list[Callable[[], Any]] = []
         device = checks.default_device(device)
         dtype = checks.float_dtype("GroupedLinear", dtype or torch.get_default_dtype())
         weight = torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
-        biases_first = single_grouped_weight and not single_grouped_bias  # Transformer Engine's parameter order
-        if not biases_first:
+        self._biases_first = single_grouped_weight and not single_grouped_bias  # Transformer Engine's order
+        if not self._biases_first:
             self._register("weight", weight, self.single_grouped_weight)
         if bias:
             self._register(
                 "bias", torch.empty(num_groups, out_features, device=device, dtype=dtype), self.single_grouped_bias
             )
-        if biases_first:
+        if self._biases_first:
             self._register("weight", weight, self.single_grouped_weight)
         if not weight.is_meta:
             self.reset_parameters()
 
     def _register(self, name: str, buffer: Tensor, single: bool) -> None:
         """`name` as one parameter, or `name{g}` as views of the buffer."""
-        if single:
-            self.register_parameter(name, Parameter(buffer))
-            return
-        for g in range(self.num_groups):
-            self.register_parameter(f"{name}{g}", Parameter(buffer[g]))
+        for g, key in enumerate(self._keys(name, single)):
+            self.register_parameter(key, Parameter(buffer if single else buffer[g]))
+
+    def _keys(self, name: str, single: bool) -> list[str]:
+        return [name] if single else [f"{name}{g}" for g in range(self.num_groups)]
 
     def reset_parameters(self) -> None:
         """Each expert as `torch.nn.Linear` draws it (kaiming_uniform, a=√5), in order; biases zero."""
@@ -108,15 +110,18 @@ class GroupedLinear(BasicOperation):
 
     def weight_parameters(self) -> list[Parameter]:
         """`[weight]`, or `[weight0, …]`."""
-        return self._named("weight", self.single_grouped_weight)
+        held = self._parameters
+        return [held[key] for key in self._weight_keys]  # type: ignore[misc]
 
     def bias_parameters(self) -> list[Parameter]:
         """`[bias]`, `[bias0, …]`, or nothing."""
-        return self._named("bias", self.single_grouped_bias) if self.has_bias else []
+        held = self._parameters
+        return [held[key] for key in self._bias_keys]  # type: ignore[misc]
 
-    def _named(self, name: str, single: bool) -> list[Parameter]:
-        keys = [name] if single else [f"{name}{g}" for g in range(self.num_groups)]
-        return [self._parameters[key] for key in keys]  # type: ignore[misc]
+    @property
+    def first_weight(self) -> Parameter:
+        """`weight`, or `weight0`; it speaks for all in dtype, device and requires_grad."""
+        return self._parameters[self._weight_keys[0]]  # type: ignore[return-value]
 
     def expert_weights(self) -> Iterator[Tensor]:
         """Each expert's [N, K] weight, as a view."""
@@ -125,7 +130,7 @@ class GroupedLinear(BasicOperation):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+        return self.first_weight.dtype
 
     def _pack(self) -> None:
         if not self.single_grouped_weight:
@@ -149,7 +154,7 @@ class GroupedLinear(BasicOperation):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes either layout, `weight{i}` or one `weight`, whichever this op itself has."""
         for name, single in (("weight", self.single_grouped_weight), ("bias", self.single_grouped_bias)):
-            keys = [f"{prefix}{name}{g}" for g in range(self.num_groups)]
+            keys = [prefix + key for key in self._keys(name, False)]
             if single and all(key in state_dict for key in keys):
                 state_dict[f"{prefix}{name}"] = torch.stack([state_dict.pop(key) for key in keys])
             elif not single and getattr(state_dict.get(f"{prefix}{name}"), "shape", [None])[0] == self.num_groups:
@@ -188,21 +193,24 @@ class GroupedLinear(BasicOperation):
     def output_width(self, incoming: int | None) -> int | None:
         return self.out_features
 
-    def check_inputs(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> None:
-        """Everything that can be said about the inputs without asking the device."""
+    def check_input(self, x: Tensor) -> None:
+        """Everything that can be said about the input without asking the device."""
         owner = self.label()
         checks.float_input(owner, x)
         checks.last_dimension(owner, x, self.in_features)
-        device = next(self.parameters()).device
-        checks.same_device(owner, "the input", x, device)
-        checks.split_sizes(owner, extra_inputs[0], self.num_groups, device)
+        checks.same_device(owner, "the input", x, self.first_weight.device)
+
+    def check_extras(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> None:
+        """The same of the extra inputs; x gives the rows."""
+        owner = self.label()
+        checks.split_sizes(owner, extra_inputs[0], self.num_groups, self.first_weight.device)
         if self.scale_bias:
             checks.row_scales(owner, "scales", extra_inputs[1], x)
         if self.has_bias and self.weights_require_grad() != self.bias_parameters()[0].requires_grad:
             raise RuntimeError(f"{owner}: weights and biases must agree in requires_grad")
 
     def weights_require_grad(self) -> bool:
-        return self.weight_parameters()[0].requires_grad
+        return self.first_weight.requires_grad
 
     def fuser_forward(
         self,
@@ -216,7 +224,8 @@ class GroupedLinear(BasicOperation):
         kernels: Any = reference,
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs[0]
-        self.check_inputs(input_, extras)
+        self.check_input(input_)
+        self.check_extras(input_, extras)
         dtype = ctx.compute_dtype(self.weight_dtype)
         x = input_.reshape(-1, self.in_features).to(dtype)
         offsets = kernels.group_offsets(extras[0], x.shape[0])
@@ -265,14 +274,15 @@ class GroupedLinear(BasicOperation):
 
         dy [T, N] (as `[gate | linear]` if glu_interleave), x [T, K] (None if the weights are frozen).
         """
-        weights, biases = self.weight_parameters(), self.bias_parameters()
         if not self.weights_require_grad() or x is None:
-            return [None] * (len(weights) + len(biases))
-        grads = dict(zip(weights, self._weight_grads(WeightGrad(kernels, dy, x, offsets, glu_interleave)), strict=True))
-        if biases:
-            db = kernels.grouped_dbias(dy, offsets, scales, glu_interleave).to(dy.dtype)
-            grads.update(zip(biases, [db] if self.single_grouped_bias else db.unbind(0), strict=True))
-        return [grads[p] for p in self.parameters()]
+            return [None] * (len(self._weight_keys) + len(self._bias_keys))
+        weight_grads = self._weight_grads(WeightGrad(kernels, dy, x, offsets, glu_interleave))
+        if not self.has_bias:
+            return list(weight_grads)
+        db = kernels.grouped_dbias(dy, offsets, scales, glu_interleave).to(dy.dtype)
+        bias_grads = [db] if self.single_grouped_bias else db.unbind(0)
+        first, second = (bias_grads, weight_grads) if self._biases_first else (weight_grads, bias_grads)
+        return [*first, *second]
 
     def _weight_grads(self, grad: WeightGrad) -> Sequence[Tensor | None]:
         weights = self.weight_parameters()

@@ -12,24 +12,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
+
+
+def parameters_of(op: nn.Module) -> list[Parameter]:
+    """`op.parameters()` as a list; walks over submodules only where there are some."""
+    if op._modules:
+        return list(op.parameters())
+    return [p for p in op._parameters.values() if p is not None]
 
 
 def are_packed(tensors: Sequence[Tensor]) -> bool:
     """Whether the tensors are contiguous, of one shape and dtype, and lie one after another in one storage."""
-    first = tensors[0]
-    if not first.is_contiguous():
+    first, last = tensors[0], tensors[-1]
+    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
         return False
-    step = first.numel() * first.element_size()
-    expected = first.data_ptr()
-    storage = first.untyped_storage().data_ptr()
+    shape, dtype, step = first.shape, first.dtype, first.numel() * first.element_size()
+    place = first.data_ptr()
     for t in tensors:
-        if t.data_ptr() != expected or t.dtype != first.dtype or t.shape != first.shape or not t.is_contiguous():
+        if t.data_ptr() != place or not t.is_contiguous() or t.shape != shape or t.dtype != dtype:
             return False
-        if t.untyped_storage().data_ptr() != storage:
-            return False
-        expected += step
+        place += step
     return True
 
 

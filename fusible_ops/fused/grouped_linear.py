@@ -34,7 +34,8 @@ class FusedGroupedLinear(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs
-        self.fc.check(input_, extras)
+        self.fc.check_input(input_)
+        self.fc.check_extras(input_, extras)
         dtype = ctx.compute_dtype(self.fc.weight_dtype)
         x = input_.reshape(-1, self.fc.in_features).to(dtype)
         offsets = self.fc.offsets(kernels, x.shape[0], extras)
@@ -92,7 +93,8 @@ class GroupedLinearActivation(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs
-        self.fc.check(input_, extras)
+        self.fc.check_input(input_)
+        self.fc.check_extras(input_, extras)
         probs = extras[self.act_at][0] if isinstance(self.act, ScaledActivation) else None
         if probs is not None:
             checks.row_scales(self.act.label(), "scales", probs, input_)
@@ -130,7 +132,7 @@ class GroupedLinearActivation(FusedOperation):
         block = self.act.glu_interleave
         self.fc.put_grads(grads, kernels, dpreact, x, offsets, glu_interleave=block)
         if dprobs is not None:
-            extra_grads[self.act_at] = [dprobs.to(ctx.dtype).view(ctx.probs_shape)]
+            extra_grads[self.act_at] = [dprobs.view(ctx.probs_shape)]
         dx = None
         if ctx.input_requires_grad:
             dx = kernels.grouped_gemm_dgrad(dpreact, weights, offsets, block).view(ctx.input_shape)

@@ -91,7 +91,8 @@ class GroupedMLP(FusedOperation):
         return y.view(*input_.shape[:-1], self.fc2.out_features), [()] * len(basic_op_ctxs)
 
     def _check(self, x: Tensor, extras: Sequence[Sequence[Tensor]], probs: Tensor | None) -> None:
-        self.fc1.check(x, extras)
+        self.fc1.check_input(x)
+        self.fc1.check_extras(x, extras)
         if probs is not None:
             checks.row_scales(self.act.label(), "scales", probs, x)
         self.fc2.check_extras(x, extras)
@@ -126,7 +127,7 @@ class GroupedMLP(FusedOperation):
         if ctx.input_requires_grad:
             dx = kernels.grouped_gemm_dgrad(dpreact, weights1, offsets1, block).view(ctx.input_shape)
         if dprobs is not None:
-            extra_grads[self.act_at] = [dprobs.to(ctx.dtype).view(ctx.probs_shape)]
+            extra_grads[self.act_at] = [dprobs.view(ctx.probs_shape)]
         if ctx.scales_require_grad:
             dscales = kernels.grouped_dscale(dy, bias2, offsets2).view(ctx.scales_shape)
             extra_grads[self.fc2.at] = [None, dscales]

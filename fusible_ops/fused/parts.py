@@ -12,7 +12,7 @@ from fusible_ops.activations import ActivationOperation
 from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.linear import BasicLinear, Bias
 from fusible_ops.op import BasicOperation, ParamGrads
-from fusible_ops.parameters import WeightGrad, accumulate_main_grads, as_bias, as_operands
+from fusible_ops.parameters import WeightGrad, accumulate_main_grads, as_bias, as_operands, parameters_of
 
 Extras = Sequence[Sequence[Tensor]]
 
@@ -32,15 +32,13 @@ class GroupedPart:
     def needs_weight_grad(self) -> bool:
         return self.op.weights_require_grad()
 
-    def check(self, x: Tensor, extras: Extras) -> None:
-        """As the op itself checks its inputs."""
-        self.op.check_inputs(x, extras[self.at])
+    def check_input(self, x: Tensor) -> None:
+        """As the op itself checks its input."""
+        self.op.check_input(x)
 
-    def check_extras(self, rows: Tensor, extras: Extras) -> None:
-        """The same without the input, which is internal; `rows` is any tensor with its leading dimensions and
-        device.
-        """
-        self.op.check_inputs(rows.new_empty(1).expand(*rows.shape[:-1], self.in_features), extras[self.at])
+    def check_extras(self, x: Tensor, extras: Extras) -> None:
+        """As the op itself checks its extra inputs; x has their rows."""
+        self.op.check_extras(x, extras[self.at])
 
     def offsets(self, kernels: Any, rows: int, extras: Extras) -> Tensor:
         return kernels.group_offsets(extras[self.at][0], rows)
@@ -79,10 +77,10 @@ class DensePart:
     def needs_weight_grad(self) -> bool:
         return self.op.weight.requires_grad
 
-    def check(self, x: Tensor, extras: Extras) -> None:
+    def check_input(self, x: Tensor) -> None:
         self.op.check_input(x)
 
-    def check_extras(self, rows: Tensor, extras: Extras) -> None:
+    def check_extras(self, x: Tensor, extras: Extras) -> None:
         """A dense linear has no extra inputs."""
 
     def offsets(self, kernels: Any, rows: int, extras: Extras) -> Tensor:
@@ -146,4 +144,4 @@ def activation_at(ops: Sequence[BasicOperation], at: int) -> ActivationOperation
 
 def no_grads(ops: Sequence[BasicOperation]) -> tuple[list[ParamGrads], list[ParamGrads]]:
     """Empty places for the gradients of all parameters, and of all extra inputs."""
-    return [[None] * len(list(op.parameters())) for op in ops], [[None] * op.num_extra_inputs for op in ops]
+    return [[None] * len(parameters_of(op)) for op in ops], [[None] * op.num_extra_inputs for op in ops]
