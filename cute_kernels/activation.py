@@ -13,6 +13,7 @@ Formulas in `reference.activation_forward` and `reference.activation_backward`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,7 +27,8 @@ class Activation:
     """An activation function and its constants.
 
     kind: one of `KINDS`. limit, alpha, offset: only for `clamped_swiglu`; `limit=None` means no clamp.
-    Raises ValueError for an unknown kind, a limit that is not positive, or constants on another kind.
+    Raises ValueError for an unknown kind, a limit that is not positive, constants that are not finite, or constants
+    on another kind.
     """
 
     kind: str
@@ -37,6 +39,8 @@ class Activation:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"unknown activation {self.kind!r}; known are {', '.join(KINDS)}")
+        if not (math.isfinite(self.alpha) and math.isfinite(self.offset)):
+            raise ValueError(f"alpha and offset must be finite; got {self.alpha} and {self.offset}")
         if self.limit is not None and not self.limit > 0:
             raise ValueError(f"limit must be positive, or None for no clamp; got {self.limit}")
         if self.kind != "clamped_swiglu" and (self.limit, self.alpha, self.offset) != (None, 1.0, 0.0):

@@ -18,6 +18,7 @@ from cute_kernels.limits import (
     Refusal,
     Words,
     at_least,
+    at_most,
     interleave_fits,
     multiple_of,
     one_of,
@@ -27,7 +28,6 @@ from cute_kernels.target import CUDNN_FRONTEND, CUTLASS_DSL, TVM_FFI, Package, T
 
 ACTIVATIONS = KINDS
 GLU_ACTIVATIONS = GLU_KINDS
-UNARY_ACTIVATIONS = tuple(kind for kind in KINDS if kind not in GLU_KINDS)
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,14 @@ class Kernel:
         for refusal in self.unmet_by(facts):
             raise_refusal(refusal)
 
+
+DEVICE_OFFSETS: tuple[Limit, ...] = (
+    one_of("dtype", ("bfloat16",)),
+    multiple_of("K", 8),
+    multiple_of("N", 8),
+    at_most("G", 1023),
+)
+"""Limits of `torch.nn.functional.grouped_mm`. An unfused grouped product beyond them reads the splits on the host."""
 
 _DSL = (CUTLASS_DSL, TVM_FFI)
 _DTYPE = one_of("dtype", DTYPES)

@@ -171,6 +171,30 @@ class AtLeast(Limit):
 
 
 @dataclass(frozen=True)
+class AtMost(Limit):
+    """`letter <= most`."""
+
+    letter: str
+    most: int
+
+    def letters(self) -> tuple[str, ...]:
+        return (self.letter,)
+
+    def holds(self, facts: Facts) -> bool:
+        value = facts[self.letter]
+        return isinstance(value, int) and value <= self.most
+
+    def wanted(self, facts: Facts, words: Words) -> str:
+        return f"at most {self.most}"
+
+    def counterexample(self) -> dict[str, object]:
+        return {self.letter: self.most + 1}
+
+    def __str__(self) -> str:
+        return f"{self.letter} is at most {self.most}"
+
+
+@dataclass(frozen=True)
 class InterleaveFits(Limit):
     """`letter` is 0 or None (plain halves) or one of `sizes`, and then divides the width `of`, in columns of one half.
 
@@ -244,6 +268,7 @@ class Installed(Limit):
 multiple_of = MultipleOf
 one_of = OneOf
 at_least = AtLeast
+at_most = AtMost
 interleave_fits = InterleaveFits
 installed = Installed
 

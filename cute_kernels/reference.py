@@ -8,8 +8,8 @@ Numerics: products, bias and activations are formed in FP32 (FP64 for FP64 input
 With `glu_interleave = g > 0` the rows of a weight or bias lie as blocks of g gate rows, then g linear rows; the
 pre-activation and its gradient always lie as `[gate | linear]`.
 
-Host sync: on CUDA, BF16 products go through `torch.nn.functional.grouped_mm`, which reads the offsets on the device;
-other dtypes loop over groups and read the offsets on the host (one sync).
+Host sync: on CUDA, products within `catalog.DEVICE_OFFSETS` go through `torch.nn.functional.grouped_mm`, which reads
+the offsets on the device; others loop over groups and read the offsets on the host (one sync).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cute_kernels.activation import Activation
+from cute_kernels.catalog import DEVICE_OFFSETS
+from cute_kernels.limits import dtype_name
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Layout
@@ -65,11 +67,11 @@ def group_offsets(split_sizes: Tensor, rows: int) -> Tensor:
     split_sizes: int [G]. A negative size counts as zero and the sums are capped at `rows`, so whatever the
     device holds, no offset points outside the buffer.
     """
-    ends = split_sizes.to(torch.int64).clamp(min=0).cumsum(0).clamp(max=rows)
+    ends = split_sizes.to(torch.int64).clamp(0, rows).cumsum(0).clamp(max=rows)
     return F.pad(ends, (1, 0)).to(torch.int32)
 
 
-def _valid_rows(rows: int, offsets: Tensor) -> Tensor:
+def valid_rows(rows: int, offsets: Tensor) -> Tensor:
     """bool [rows, 1]: whether a row belongs to a group."""
     return torch.arange(rows, device=offsets.device).unsqueeze(1) < offsets[-1]
 
@@ -79,13 +81,9 @@ def _valid_rows(rows: int, offsets: Tensor) -> Tensor:
 
 
 def uses_device_offsets(x: Tensor, width: int, groups: int) -> bool:
-    """Whether a product of `x` with `width` output columns reads the offsets on the device (no host sync).
-
-    It does for CUDA BF16 with both widths multiples of 8 (16-byte rows) and fewer than 1024 groups, which is what
-    `grouped_mm` takes.
-    """
-    aligned = x.shape[1] % 8 == 0 and width % 8 == 0
-    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0 and aligned and groups < 1024
+    """Whether a CUDA product of `x` with `width` output columns reads the offsets on the device (no host sync)."""
+    facts = {"dtype": dtype_name(x.dtype), "K": x.shape[1], "N": width, "G": groups}
+    return x.is_cuda and x.shape[0] > 0 and all(limit.check(facts) is None for limit in DEVICE_OFFSETS)
 
 
 def _loop_product(x: Tensor, matrices: Sequence[Tensor], offsets: Tensor) -> Tensor:
@@ -131,7 +129,7 @@ def grouped_gemm(
             left, right = _bias_columns(bias, bias_scale, rows)
             x, stacked = torch.cat([x, left], 1), torch.cat([stacked, right], 2)
         y = F.grouped_mm(x, stacked.transpose(1, 2), offs=offsets[1:])
-        return torch.where(_valid_rows(rows, offsets), y, 0)
+        return torch.where(valid_rows(rows, offsets), y, 0)
     y = _loop_product(x, [w.t() for w in _groups(weights)], offsets)
     if bias is not None:
         bounds = offsets.tolist()
@@ -146,7 +144,7 @@ def grouped_gemm_dgrad(dy: Tensor, weights: Sequence[Tensor], offsets: Tensor, g
     if uses_device_offsets(dy, weights[0].shape[-1], offsets.shape[0] - 1):
         stacked = deinterleave(_stacked(weights), glu_interleave, 1)
         dx = F.grouped_mm(dy, stacked, offs=offsets[1:])
-        return torch.where(_valid_rows(dy.shape[0], offsets), dx, 0)
+        return torch.where(valid_rows(dy.shape[0], offsets), dx, 0)
     matrices = [deinterleave(w, glu_interleave, 0) for w in _groups(weights)]
     return _loop_product(dy, matrices, offsets).to(dy.dtype)
 
@@ -196,7 +194,7 @@ def grouped_dbias(dy: Tensor, offsets: Tensor, scale: Tensor | None = None, glu_
     """
     rows = dy.shape[0]
     member = _row_groups(rows, offsets)[None, :] == torch.arange(offsets.shape[0] - 1, device=dy.device)[:, None]
-    valid = _valid_rows(rows, offsets)
+    valid = valid_rows(rows, offsets)
     values = torch.where(valid, _wide(dy), 0)
     if scale is not None:
         values = values * torch.where(valid, _wide(scale)[:, None], 0)
@@ -208,7 +206,7 @@ def grouped_dscale(dy: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     rows = dy.shape[0]
     groups = _row_groups(rows, offsets).clamp(max=bias.shape[0] - 1)
     products = (_wide(dy) * _wide(bias)[groups]).sum(1, keepdim=True)
-    return torch.where(_valid_rows(rows, offsets), products, 0).squeeze(1)
+    return torch.where(valid_rows(rows, offsets), products, 0).squeeze(1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -291,7 +289,7 @@ def dact(
 ) -> tuple[Tensor, Tensor | None]:
     """`activation_backward` with tail rows exactly zero, whatever they held."""
     dpreact, dprobs = activation_backward(dact, preact, activation, probs, need_dprobs)
-    valid = _valid_rows(preact.shape[0], offsets)
+    valid = valid_rows(preact.shape[0], offsets)
     masked = None if dprobs is None else torch.where(valid[:, 0], dprobs, 0)
     return torch.where(valid, dpreact, 0), masked
 
@@ -316,7 +314,7 @@ def grouped_gemm_act(
     zero_tail: a kernel may leave the tail undefined where it is False; here it is zero either way.
     """
     preact = deinterleave(grouped_gemm(x, weights, offsets, bias), glu_interleave, 1)
-    act = torch.where(_valid_rows(x.shape[0], offsets), activation_forward(preact, activation, probs), 0)
+    act = torch.where(valid_rows(x.shape[0], offsets), activation_forward(preact, activation, probs), 0)
     return act, preact if save_preact else None
 
 
@@ -338,5 +336,5 @@ def grouped_gemm_dact(
     """
     grad = _loop_product(dy, _groups(weights), offsets)
     dpreact, dprobs = dact(grad, preact, offsets, probs, activation, need_dprobs)
-    act = torch.where(_valid_rows(dy.shape[0], offsets), activation_forward(preact, activation, probs), 0)
+    act = torch.where(valid_rows(dy.shape[0], offsets), activation_forward(preact, activation, probs), 0)
     return dpreact, act if need_act else None, dprobs

@@ -123,10 +123,8 @@ def _arch(properties: object) -> str:
 
 def package_version(name: str) -> str | None:
     """The installed version of a distribution, `None` if there is none."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    found = next(iter(importlib.metadata.distributions(name=name)), None)
+    return None if found is None else found.version
 
 
 def cache_dir() -> Path:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cute_kernels import reference
@@ -79,11 +80,11 @@ class ActivationOperation(BasicOperation):
             self.check_width(incoming)
         return None if incoming is None else incoming // self.activation.halves
 
-    def check_width(self, width: int) -> None:
+    def check_width(self, width: int, owner: str = "") -> None:
         """ValueError unless `width` input columns split into two halves and those into interleave blocks."""
         if not self.activation.is_glu:
             return
-        owner = self.label()
+        owner = owner or self.label()
         if width % 2:
             raise ValueError(f"{owner}: a gated activation needs an even number of columns, got {width}")
         if self.glu_interleave and (width // 2) % self.glu_interleave:
@@ -94,8 +95,10 @@ class ActivationOperation(BasicOperation):
 
     def plain_input(self, ctx: OperationContext, x: Tensor) -> Tensor:
         """The checked input in the compute dtype, laid out as `[a | b]`."""
-        checks.float_input(self.label(), x)
-        self.check_width(x.shape[-1])
+        checks.float_input(ctx.owner, x)
+        if x.dim() == 0:
+            raise ValueError(f"{ctx.owner}: the input must have at least one dimension")
+        self.check_width(x.shape[-1], ctx.owner)
         return reference.deinterleave(x.to(ctx.compute_dtype(x.dtype)), self.glu_interleave, -1)
 
     def op_forward(self, ctx: OperationContext, input_: Tensor, **_: Any) -> Tensor:
@@ -124,6 +127,9 @@ class ScaledActivation(ActivationOperation):
     scaled = True
     num_extra_inputs = 1
 
+    def check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], owner: str) -> None:
+        checks.row_scales(owner, "scales", extra_inputs[0], x)
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -136,11 +142,16 @@ class ScaledActivation(ActivationOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, scales = basic_op_ctxs[0], basic_op_extra_inputs[0][0]
         preact = self.plain_input(ctx, input_)
-        checks.row_scales(self.label(), "scales", scales, input_)
         rows = scales.reshape(preact.shape[:-1])
+        tokens = None
+        if ctx.split_sizes is not None:  # rows of no group have zero pre-activations, but may have any scale
+            count = rows.numel()
+            offsets = reference.group_offsets(ctx.split_sizes, count)
+            tokens = reference.valid_rows(count, offsets).view(rows.shape)
+            rows = torch.where(tokens, rows, 0)
         if ctx.requires_grad:
             ctx.scales_require_grad, ctx.scales_shape = scales.requires_grad, scales.shape
-            ctx.save_for_backward(preact, rows)
+            ctx.save_for_backward(preact, rows, tokens)
         return reference.activation_forward(preact, self.activation, rows), [()]
 
     def fuser_backward(
@@ -151,12 +162,14 @@ class ScaledActivation(ActivationOperation):
         basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]] = ((),),
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
-        preact, rows = ctx.saved_tensors
+        preact, rows, tokens = ctx.saved_tensors
         dpreact, dscales = reference.activation_backward(
             grad_output, preact, self.activation, rows, need_dprobs=ctx.scales_require_grad
         )
         dx = reference.interleave(dpreact, self.glu_interleave, -1) if ctx.input_requires_grad else None
         if dscales is not None:
+            if tokens is not None:
+                dscales = torch.where(tokens, dscales, 0)
             dscales = dscales.view(ctx.scales_shape)
         return dx, [[]], [[dscales]]
 

@@ -45,10 +45,10 @@ class ConstantScale(BasicOperation):
 
     def __init__(self, scale: float) -> None:
         super().__init__()
-        self.scale = scale
+        self.scale = float(scale)
 
     def describe(self) -> OpSpec:
-        return OpSpec("constant_scale", self.name, {"scale": float(self.scale)})
+        return OpSpec("constant_scale", self.name, {"scale": self.scale})
 
     def output_width(self, incoming: int | None) -> int | None:
         return incoming

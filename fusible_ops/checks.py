@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -64,7 +66,7 @@ def split_sizes(owner: str, splits: Tensor, num_groups: int, device: torch.devic
 
 def row_scales(owner: str, what: str, scales: Tensor, x: Tensor) -> None:
     """Unless `scales` holds one float for each row of x, on x's device: TypeError (dtype) or ValueError (the rest)."""
-    if not isinstance(scales, Tensor) or not scales.dtype.is_floating_point:
+    if not isinstance(scales, Tensor) or scales.dtype not in FLOAT_DTYPES:
         raise TypeError(
             f"{owner}: {what} must be a float tensor, got {getattr(scales, 'dtype', type(scales).__name__)}"
         )
@@ -74,3 +76,18 @@ def row_scales(owner: str, what: str, scales: Tensor, x: Tensor) -> None:
             f"{owner}: {what} must hold one value for each of {rows} rows, got shape {tuple(scales.shape)}"
         )
     same_device(owner, what, scales, x.device)
+
+
+def alike(owner: str, parameters: Sequence[Tensor], num_weights: int) -> None:
+    """RuntimeError unless all agree in dtype, device and requires_grad, and weights and biases each in shape."""
+    first = parameters[0]
+    dtype, device, wants = first.dtype, first.device, first.requires_grad
+    for i, p in enumerate(parameters):
+        shape = first.shape if i < num_weights else parameters[num_weights].shape
+        if p.dtype != dtype or p.device != device or p.requires_grad != wants or p.shape != shape:
+            what = f"weight {i}" if i < num_weights else f"bias {i - num_weights}"
+            raise RuntimeError(
+                f"{owner}: {what} is {p.dtype} {tuple(p.shape)} on {p.device}, requires_grad={p.requires_grad}; "
+                f"weights and biases must agree with weight 0, {dtype} {tuple(first.shape)} on {device}, "
+                f"requires_grad={wants}"
+            )

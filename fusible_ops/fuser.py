@@ -78,6 +78,10 @@ class _Call:
 
     def backward(self, saved: Sequence[Tensor | None], grad: Tensor | None) -> list[Tensor | None]:
         """Gradients of (x, all parameters, all extra inputs)."""
+        for step in self.steps:
+            for op, ctx in zip(step.op.fusible_parts(), self.contexts[step.start : step.stop], strict=True):
+                if ctx.requires_grad:
+                    op.check_backward(ctx.owner)
         at = 0
         for ctx, count in zip(self.contexts, self.saved_counts, strict=True):
             ctx.saved_tensors = tuple(saved[at : at + count])
@@ -118,12 +122,20 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     return None
 
 
+def _owned(y: Tensor, x: Tensor) -> Tensor:
+    """y as a result that the caller may change in place: no view, and no memory of x (a run of identities)."""
+    if y is x or y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() != 0:
+        return y.clone()
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+
 class _Run(torch.autograd.Function):
     """A `_Call` as one autograd node. Arguments after `call`: all parameters, then all extra inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _Call, *tensors: Tensor) -> Tensor:
         y = call.forward(x)
+        y = _owned(y, x)
         ctx.call = call
         ctx.save_for_backward(*call.take_saved())
         return y
@@ -159,7 +171,15 @@ class OperationFuser:
         self.on_unfused = on_unfused
         self.basic_ops = [part for op in self.ops for part in op.fusible_parts()]
         self.num_extra_inputs = sum(op.num_extra_inputs for op in self.basic_ops)
-        self._linear = next((op for op in self.basic_ops if isinstance(op, GroupedLinear | BasicLinear)), None)
+        self._linears = [op for op in self.basic_ops if isinstance(op, GroupedLinear | BasicLinear)]
+        self._owners = [
+            f"{type(op).__name__} {op.name or name}".rstrip()
+            for name, op in zip(self.names, self.ops, strict=True)
+            for _ in op.fusible_parts()
+        ]
+        for op in self.basic_ops:
+            if op.num_extra_outputs:
+                raise NotImplementedError(f"{type(op).__name__} has extra outputs, which are not supported")
         self._steps: dict[Any, list[_Step]] = {}
         self._check_widths()
 
@@ -167,8 +187,8 @@ class OperationFuser:
         """ValueError where an op cannot take what the op before it gives."""
         width, source = None, ""
         for name, op in zip(self.names, self.ops, strict=True):
+            title = f"{type(op).__name__} {op.name or name}".rstrip()
             for part in op.fusible_parts():
-                title = f"{type(part).__name__} {part.name or name}".rstrip()
                 wanted = part.input_width()
                 if width is not None and wanted is not None and wanted != width:
                     raise ValueError(f"{source} gives {width} columns, but {title}, which follows it, takes {wanted}")
@@ -181,14 +201,10 @@ class OperationFuser:
 
     def plan(self, target: Target, autocast_dtype: torch.dtype | None = None) -> Plan:
         """What runs what on `target`. autocast_dtype: as under `torch.autocast`; None: as the weights are."""
-        dtype = autocast_dtype or self._weight_dtype() or torch.get_default_dtype()
+        dtype = autocast_dtype or (self._linears[0].weight_dtype if self._linears else torch.get_default_dtype())
         specs = [replace(op.describe(), name=op.name or name) for name, op in zip(self.names, self.ops, strict=True)]
         chain = Chain(tuple(specs), dtype_name(dtype), autocast=autocast_dtype is not None)
         return plan(chain, target, self.rules)
-
-    def _weight_dtype(self) -> torch.dtype | None:
-        """The first linear's dtype, if there is a linear."""
-        return None if self._linear is None else self._linear.weight_dtype
 
     def _build_steps(self, device: torch.device, autocast_dtype: torch.dtype | None) -> list[_Step]:
         made = self.plan(Target.of(device), autocast_dtype)
@@ -196,20 +212,30 @@ class OperationFuser:
             text = explain(made)
             if self.on_unfused == "error":
                 raise RuntimeError(f"some ops run unfused, and on_unfused='error':\n{text}")
-            warnings.warn(f"some ops run unfused:\n{text}", stacklevel=4)
+            warnings.warn(f"some ops run unfused:\n{text}", stacklevel=7)  # the caller of the module
         steps, at = [], 0
         for planned in made.steps:
             parts = [part for op in self.ops[planned.start : planned.stop] for part in op.fusible_parts()]
             if planned.program is not None:
                 steps.append(_Step(_load(planned.program)(parts), at, at + len(parts)))
             else:
-                steps += [_Step(part, at + i, at + i + 1) for i, part in enumerate(parts)]
+                steps += self._unfused(planned.start, planned.stop, at)
             at += len(parts)
+        return steps
+
+    def _unfused(self, start: int, stop: int, at: int) -> list[_Step]:
+        """Steps of ops `start` to `stop`, the first of which is basic op `at`."""
+        steps = []
+        for op in self.ops[start:stop]:
+            for runner in op.unfused_steps():
+                count = len(runner.fusible_parts())
+                steps.append(_Step(runner, at, at + count))
+                at += count
         return steps
 
     def steps(self, x: Tensor, autocast_dtype: torch.dtype | None) -> list[_Step]:
         """The steps for an input like x; planned when first asked."""
-        key = (x.device, autocast_dtype, self._weight_dtype())
+        key = (x.device, autocast_dtype, *[op.weight_dtype for op in self._linears])
         steps = self._steps.get(key)
         if steps is None:
             steps = self._steps[key] = self._build_steps(x.device, autocast_dtype)
@@ -224,15 +250,14 @@ class OperationFuser:
         autocast_dtype = _autocast_dtype(x.device)
         extras: list[Sequence[Tensor]] = []
         at = 0
-        for op in self.basic_ops:
-            extras.append(extra_inputs[at : at + op.num_extra_inputs])
+        for op, owner in zip(self.basic_ops, self._owners, strict=True):
+            own = extra_inputs[at : at + op.num_extra_inputs]
+            op.check_call(x, own, owner)
+            extras.append(own)
             at += op.num_extra_inputs
         params = [parameters_of(op) for op in self.basic_ops]
         first = self._first_op_requiring_grad(x, params, extras)
-        contexts = [
-            OperationContext(i >= first, i > first or (i == first == 0 and x.requires_grad), autocast_dtype)
-            for i in range(len(self.basic_ops))
-        ]
+        contexts = self._contexts(first, x.requires_grad, autocast_dtype, extras)
         kwargs = basic_op_kwargs or [{} for _ in self.basic_ops]
         call = _Call(self.steps(x, autocast_dtype), contexts, extras, kwargs)
         with _without_autocast(x.device):
@@ -242,9 +267,24 @@ class OperationFuser:
             call.param_counts = [len(p) for p in params]
             return _Run.apply(x, call, *(p for ps in params for p in ps), *extra_inputs)
 
+    def _contexts(
+        self, first: int, input_requires_grad: bool, autocast_dtype: torch.dtype | None, extras: list[Sequence[Tensor]]
+    ) -> list[OperationContext]:
+        """A context for each basic op; gradients flow from op `first` on."""
+        contexts: list[OperationContext] = []
+        split_sizes = None
+        for i, (op, owner) in enumerate(zip(self.basic_ops, self._owners, strict=True)):
+            wanted = i > first or (i == first == 0 and input_requires_grad)
+            ctx = OperationContext(i >= first, wanted, autocast_dtype, owner)
+            ctx.split_sizes = split_sizes
+            contexts.append(ctx)
+            if isinstance(op, GroupedLinear):
+                split_sizes = extras[i][0]
+        return contexts
+
     def _check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], kwargs: Sequence[dict[str, Any]] | None) -> None:
         if len(extra_inputs) != self.num_extra_inputs:
-            wants = [f"{op.label()}: {op.num_extra_inputs}" for op in self.basic_ops if op.num_extra_inputs]
+            wants = [f"{owner}: {op.num_extra_inputs}" for op, owner in self._named() if op.num_extra_inputs]
             detail = f" ({', '.join(wants)})" if wants else ""
             raise ValueError(f"Expected {self.num_extra_inputs} extra inputs but got {len(extra_inputs)}{detail}")
         if not isinstance(x, Tensor):
@@ -253,9 +293,13 @@ class OperationFuser:
             raise RuntimeError("fusible_ops does not run under torch.func transforms (grad, vmap, jvp); use autograd")
         if torch.compiler.is_exporting():
             raise RuntimeError("fusible_ops cannot be exported with torch.export")
-        for op, given in zip(self.basic_ops, kwargs or (), strict=bool(kwargs)):
+        for (op, owner), given in zip(self._named(), kwargs or (), strict=bool(kwargs)):
             if op.known_kwargs is not None and (unknown := set(given) - set(op.known_kwargs)):
-                raise TypeError(f"{op.label()} takes no keyword argument {sorted(unknown)[0]!r}")
+                raise TypeError(f"{owner} takes no keyword argument {sorted(unknown)[0]!r}")
+
+    def _named(self) -> list[tuple[BasicOperation, str]]:
+        """Each basic op with what errors call it."""
+        return list(zip(self.basic_ops, self._owners, strict=True))
 
     @staticmethod
     def _first_op_requiring_grad(

@@ -16,7 +16,7 @@ from cute_kernels import reference
 from cute_kernels.limits import dtype_name
 from fusible_ops import checks
 from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
-from fusible_ops.parameters import WeightGrad, accumulate_main_grads, as_bias, as_operands, pack_
+from fusible_ops.parameters import WeightGrad, accumulate_main_grads, as_bias, as_operands, main_grads, pack_
 from patterns.chain import OpSpec
 
 
@@ -110,18 +110,23 @@ class GroupedLinear(BasicOperation):
 
     def weight_parameters(self) -> list[Parameter]:
         """`[weight]`, or `[weight0, …]`."""
-        held = self._parameters
-        return [held[key] for key in self._weight_keys]  # type: ignore[misc]
+        return self._held(self._weight_keys)
 
     def bias_parameters(self) -> list[Parameter]:
         """`[bias]`, `[bias0, …]`, or nothing."""
+        return self._held(self._bias_keys)
+
+    def _held(self, keys: list[str]) -> list[Parameter]:
         held = self._parameters
-        return [held[key] for key in self._bias_keys]  # type: ignore[misc]
+        try:
+            return [held[key] for key in keys]  # type: ignore[misc]
+        except KeyError:  # parametrised or replaced by plain tensors: slower, by attribute
+            return [getattr(self, key) for key in keys]
 
     @property
     def first_weight(self) -> Parameter:
         """`weight`, or `weight0`; it speaks for all in dtype, device and requires_grad."""
-        return self._parameters[self._weight_keys[0]]  # type: ignore[return-value]
+        return self._held(self._weight_keys[:1])[0]
 
     def expert_weights(self) -> Iterator[Tensor]:
         """Each expert's [N, K] weight, as a view."""
@@ -193,21 +198,21 @@ class GroupedLinear(BasicOperation):
     def output_width(self, incoming: int | None) -> int | None:
         return self.out_features
 
-    def check_input(self, x: Tensor) -> None:
-        """Everything that can be said about the input without asking the device."""
-        owner = self.label()
+    def check_input(self, x: Tensor, owner: str) -> None:
+        """Raise for an input that this op cannot take. owner: how the error calls this op."""
         checks.float_input(owner, x)
         checks.last_dimension(owner, x, self.in_features)
         checks.same_device(owner, "the input", x, self.first_weight.device)
 
-    def check_extras(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> None:
-        """The same of the extra inputs; x gives the rows."""
-        owner = self.label()
+    def check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], owner: str) -> None:
         checks.split_sizes(owner, extra_inputs[0], self.num_groups, self.first_weight.device)
         if self.scale_bias:
             checks.row_scales(owner, "scales", extra_inputs[1], x)
-        if self.has_bias and self.weights_require_grad() != self.bias_parameters()[0].requires_grad:
-            raise RuntimeError(f"{owner}: weights and biases must agree in requires_grad")
+        checks.alike(owner, [*self.weight_parameters(), *self.bias_parameters()], len(self._weight_keys))
+
+    def check_backward(self, owner: str) -> None:
+        if self.accumulate_into_main_grad and not self.delay_wgrad_compute and self.weights_require_grad():
+            main_grads(self.weight_parameters(), owner)
 
     def weights_require_grad(self) -> bool:
         return self.first_weight.requires_grad
@@ -224,8 +229,7 @@ class GroupedLinear(BasicOperation):
         kernels: Any = reference,
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs[0]
-        self.check_input(input_)
-        self.check_extras(input_, extras)
+        self.check_input(input_, ctx.owner)
         dtype = ctx.compute_dtype(self.weight_dtype)
         x = input_.reshape(-1, self.in_features).to(dtype)
         offsets = kernels.group_offsets(extras[0], x.shape[0])
@@ -290,7 +294,7 @@ class GroupedLinear(BasicOperation):
             self._delayed.append(grad)
             return [None] * len(weights)
         if self.accumulate_into_main_grad:
-            return accumulate_main_grads(weights, grad)
+            return accumulate_main_grads(weights, grad, self.label())
         return grad.compute(weights)
 
     # -- delayed weight gradients ----------------------------------------------------------------------------------
@@ -310,7 +314,7 @@ class GroupedLinear(BasicOperation):
         grad, weights = self._delayed.popleft(), self.weight_parameters()
         with torch.no_grad():
             if self.accumulate_into_main_grad:
-                accumulate_main_grads(weights, grad)
+                accumulate_main_grads(weights, grad, self.label())
             else:
                 for w, dw in zip(weights, grad.compute(weights), strict=True):
                     w.grad = dw.to(w.dtype) if w.grad is None else w.grad + dw

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,16 +15,18 @@ from torch.nn import functional as F
 from cute_kernels import reference
 from cute_kernels.limits import dtype_name
 from fusible_ops import checks
-from fusible_ops.op import BasicOperation, FusibleOperation, OperationContext
-from fusible_ops.parameters import WeightGrad, accumulate_main_grads
+from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, ParamGrads
+from fusible_ops.parameters import WeightGrad, accumulate_main_grads, main_grads
 from patterns.chain import OpSpec
 
 
-def _no_tensor_parallelism(owner: str, mode: str | None) -> None:
-    if mode not in (None, "column", "row"):
-        raise ValueError(f"{owner}: tensor_parallel_mode must be None, 'column' or 'row', got {mode!r}")
-    if mode is not None:
-        raise NotImplementedError(f"{owner}: tensor_parallel_mode={mode!r} is not supported; only None is")
+def _no_parallelism(owner: str, tensor_parallel_mode: str | None, **others: object) -> None:
+    """NotImplementedError for arguments of Transformer Engine's that ask for tensor parallelism."""
+    if tensor_parallel_mode not in (None, "column", "row"):
+        raise ValueError(f"{owner}: tensor_parallel_mode must be None, 'column' or 'row', got {tensor_parallel_mode!r}")
+    for name, value in {"tensor_parallel_mode": tensor_parallel_mode, **others}.items():
+        if value:
+            raise NotImplementedError(f"{owner}: {name}={value!r} is not supported; there is no tensor parallelism")
 
 
 class BasicLinear(BasicOperation):
@@ -47,11 +49,15 @@ class BasicLinear(BasicOperation):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: object = None,
+        sequence_parallel: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
+        userbuffers_options: object = None,
     ) -> None:
         checks.positive(type(self).__name__, in_features=in_features, out_features=out_features)
-        _no_tensor_parallelism("BasicLinear", tensor_parallel_mode)
+        others = {"sequence_parallel": sequence_parallel, "userbuffers_options": userbuffers_options}
+        _no_parallelism("BasicLinear", tensor_parallel_mode, tensor_parallel_group=tensor_parallel_group, **others)
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.accumulate_into_main_grad = accumulate_into_main_grad
@@ -96,20 +102,27 @@ class BasicLinear(BasicOperation):
     def output_width(self, incoming: int | None) -> int | None:
         return self.out_features
 
-    def check_input(self, x: Tensor) -> None:
-        """Everything that can be said about the input."""
-        owner = self.label()
+    def check_input(self, x: Tensor, owner: str) -> None:
+        """Raise for an input that this op cannot take. owner: how the error calls this op."""
         checks.float_input(owner, x)
         checks.last_dimension(owner, x, self.in_features)
         checks.same_device(owner, "the input", x, self.weight.device)
 
+    def check_backward(self, owner: str) -> None:
+        if self.accumulate_into_main_grad and self.weight.requires_grad:
+            main_grads([self.weight], owner)
+
     def op_forward(self, ctx: OperationContext, input_: Tensor, **_: Any) -> Tensor:
-        self.check_input(input_)
+        return self.product(ctx, input_, None)
+
+    def product(self, ctx: OperationContext, input_: Tensor, bias: Tensor | None) -> Tensor:
+        """x Wᵀ (+ b, before the one rounding)."""
+        self.check_input(input_, ctx.owner)
         dtype = ctx.compute_dtype(self.weight.dtype)
         x, weight = input_.to(dtype), self.weight.detach().to(dtype)
         if ctx.requires_grad:
             ctx.save_for_backward(x if self.weight.requires_grad else None, weight if ctx.input_requires_grad else None)
-        return F.linear(x, weight)
+        return F.linear(x, weight, None if bias is None else bias.to(dtype))
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
         x, weight = ctx.saved_tensors
@@ -122,7 +135,7 @@ class BasicLinear(BasicOperation):
         if not self.accumulate_into_main_grad:
             return dx, [dy2d.t() @ x2d]
         grad = WeightGrad(reference, dy2d, x2d, reference.group_offsets(rows, x2d.shape[0]))
-        return dx, accumulate_main_grads([self.weight], grad)
+        return dx, accumulate_main_grads([self.weight], grad, ctx.owner)
 
 
 class Bias(BasicOperation):
@@ -136,9 +149,16 @@ class Bias(BasicOperation):
     known_kwargs = ()
 
     def __init__(
-        self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: object = None,
     ) -> None:
         checks.positive("Bias", size=size)
+        _no_parallelism("Bias", None, tensor_parallel=tensor_parallel, tensor_parallel_group=tensor_parallel_group)
         super().__init__()
         self.size = size
         dtype = checks.float_dtype("Bias", dtype or torch.get_default_dtype())
@@ -164,15 +184,37 @@ class Bias(BasicOperation):
         return self.size
 
     def op_forward(self, ctx: OperationContext, input_: Tensor, **_: Any) -> Tensor:
-        owner = self.label()
-        checks.float_input(owner, input_)
-        checks.last_dimension(owner, input_, self.size)
-        checks.same_device(owner, "the input", input_, self.bias.device)
+        checks.float_input(ctx.owner, input_)
+        checks.last_dimension(ctx.owner, input_, self.size)
+        checks.same_device(ctx.owner, "the input", input_, self.bias.device)
         return input_ + self.bias.detach().to(ctx.compute_dtype(self.bias.dtype))
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
         db = grad_output.reshape(-1, self.size).sum(0) if self.bias.requires_grad else None
         return grad_output, [db]
+
+
+class DenseLinear(FusedOperation):
+    """A BasicLinear and its Bias as one unfused step, so that the sum is rounded once, after the bias."""
+
+    def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
+        super().__init__(basic_ops)
+        linear, bias = self.basic_ops
+        if not (isinstance(linear, BasicLinear) and isinstance(bias, Bias)):
+            raise TypeError("DenseLinear takes a BasicLinear and a Bias")
+        self._linear, self._bias = linear, bias
+
+    def fuser_forward(
+        self, basic_op_ctxs: list[OperationContext], input_: Tensor, **_: Any
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
+        return self._linear.product(basic_op_ctxs[0], input_, self._bias.bias.detach()), [(), ()]
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
+    ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
+        bias_grads = self._bias.op_backward(basic_op_ctxs[1], grad_output)[1]
+        dx, weight_grads = self._linear.op_backward(basic_op_ctxs[0], grad_output)
+        return dx, [list(weight_grads), list(bias_grads)], [(), ()]
 
 
 class Linear(FusibleOperation):
@@ -191,11 +233,14 @@ class Linear(FusibleOperation):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: object = None,
+        sequence_parallel: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
         super().__init__()
-        _no_tensor_parallelism("Linear", tensor_parallel_mode)
+        others = {"tensor_parallel_group": tensor_parallel_group, "sequence_parallel": sequence_parallel}
+        _no_parallelism("Linear", tensor_parallel_mode, **others)
         checks.positive("Linear", in_features=in_features, out_features=out_features)
         parts: list[BasicOperation] = [
             BasicLinear(
@@ -215,6 +260,10 @@ class Linear(FusibleOperation):
 
     def fusible_parts(self) -> list[BasicOperation]:
         return list(self.basic_ops)  # type: ignore[arg-type]
+
+    def unfused_steps(self) -> Sequence[BasicOperation | FusedOperation]:
+        parts = self.fusible_parts()
+        return parts if len(parts) == 1 else [DenseLinear(parts)]
 
     @property
     def weight(self) -> Parameter:

@@ -22,16 +22,24 @@ class OperationContext:
     """What one basic op keeps between its forward and its backward.
 
     requires_grad: whether any gradient flows through this op. input_requires_grad: whether its input wants one.
-    autocast_dtype: the dtype of an active `torch.autocast`, else None. Any further attribute may be attached; tensors
-    go through `save_for_backward` and are in `saved_tensors` during backward.
+    autocast_dtype: the dtype of an active `torch.autocast`, else None. owner: how errors call the op.
+    split_sizes: those of the grouped linear before this op in the run, if there is one; rows past their sum are no
+    tokens. Any further attribute may be attached; tensors go through `save_for_backward` and are in `saved_tensors`
+    during backward.
     """
 
     def __init__(
-        self, requires_grad: bool = False, input_requires_grad: bool = False, autocast_dtype: torch.dtype | None = None
+        self,
+        requires_grad: bool = False,
+        input_requires_grad: bool = False,
+        autocast_dtype: torch.dtype | None = None,
+        owner: str = "",
     ) -> None:
         self.requires_grad = requires_grad
         self.input_requires_grad = input_requires_grad
         self.autocast_dtype = autocast_dtype
+        self.owner = owner
+        self.split_sizes: Tensor | None = None
         self.to_save: tuple[Tensor | None, ...] = ()
         self.saved_tensors: tuple[Any, ...] = ()
 
@@ -71,6 +79,10 @@ class FusibleOperation(nn.Module):
         """The basic ops this consists of, in order."""
         raise NotImplementedError
 
+    def unfused_steps(self) -> Sequence[BasicOperation | FusedOperation]:
+        """What runs this where no rule takes it, one after another."""
+        return self.fusible_parts()
+
     def describe(self) -> OpSpec:
         """This op as plain data, for the rules."""
         raise NotImplementedError
@@ -103,8 +115,17 @@ class BasicOperation(FusibleOperation):
         return OpSpec(type(self).__name__.lower(), self.name)
 
     def label(self) -> str:
-        """How errors call this op."""
+        """How errors call this op where its place in a run is not known."""
         return f"{type(self).__name__} {self.name}".rstrip()
+
+    def check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], owner: str) -> None:
+        """Raise for extra inputs, or parameters, that this op cannot take; called for all ops before any runs.
+
+        x: the input of the run, which has the rows. owner: how the error calls this op. Must not ask the device.
+        """
+
+    def check_backward(self, owner: str) -> None:
+        """Raise for what backward will not find (`main_grad`); called for all ops before any runs backward."""
 
     def input_width(self) -> int | None:
         """The columns this op asks of its input; None if any number will do."""

@@ -59,11 +59,17 @@ def as_operands(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor
     first = parameters[0]
     if len(parameters) == 1:
         single = first.detach()
-        return [(single if single.dim() == 3 else single.unsqueeze(0)).to(dtype)]
+        return [_readable(single if single.dim() == 3 else single.unsqueeze(0), dtype)]
     if are_packed(parameters):
         stacked = first.detach().as_strided((len(parameters), *first.shape), (first.numel(), *first.stride()))
-        return [stacked.to(dtype)]
-    return [p.detach().to(dtype) for p in parameters]
+        return [_readable(stacked, dtype)]
+    return [_readable(p.detach(), dtype) for p in parameters]
+
+
+def _readable(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """t in `dtype`, contiguous and from a multiple of 16 bytes on, as kernels read it; t itself if it is so."""
+    t = t.to(dtype).contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 def as_bias(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -104,8 +110,11 @@ class WeightGrad:
         self.kernels.grouped_wgrad_(out, self.dy, self.x, self.offsets, self.glu_interleave, accumulate)
 
 
-def main_grads(weights: Sequence[Parameter]) -> list[Tensor]:
-    """Each weight's `main_grad` buffer, viewed as the weight is shaped. RuntimeError if one has none."""
+def main_grads(weights: Sequence[Parameter], owner: str) -> list[Tensor]:
+    """Each weight's `main_grad` buffer, viewed as the weight is shaped.
+
+    RuntimeError if one has none, or one of another shape (flat will do), of no float dtype or on another device.
+    """
     buffers = []
     for w in weights:
         if hasattr(w, "__fsdp_param__") and hasattr(w, "get_main_grad"):
@@ -113,30 +122,48 @@ def main_grads(weights: Sequence[Parameter]) -> list[Tensor]:
         buffer = getattr(w, "main_grad", None)
         if buffer is None:
             raise RuntimeError(
-                "accumulate_into_main_grad=True, but a weight does not have a valid main_grad attribute "
+                f"{owner}: accumulate_into_main_grad=True, but a weight does not have a valid main_grad attribute "
                 "(MAIN GRAD NOT FOUND); set weight.main_grad to a buffer of the weight's shape before backward"
             )
-        if buffer.numel() != w.numel():
-            raise RuntimeError(f"main_grad has shape {tuple(buffer.shape)}, but its weight has {tuple(w.shape)}")
+        flat = buffer.dim() == 1 and buffer.numel() == w.numel()
+        if not (flat or buffer.shape == w.shape) or buffer.device != w.device or not buffer.is_floating_point():
+            raise RuntimeError(
+                f"{owner}: main_grad is {buffer.dtype} {tuple(buffer.shape)} on {buffer.device}; its weight needs a "
+                f"float tensor {tuple(w.shape)}, or a flat one of as many elements, on {w.device}"
+            )
         buffers.append(buffer.view(w.shape))
     return buffers
 
 
-def accumulate_main_grads(weights: Sequence[Parameter], grad: WeightGrad) -> list[Tensor | None]:
+def accumulate_main_grads(weights: Sequence[Parameter], grad: WeightGrad, owner: str) -> list[Tensor | None]:
     """Add the product to the weights' `main_grad` (overwrite if `overwrite_main_grad`); what to return to autograd.
 
     Where a weight has the attribute `grad_added_to_main_grad`, it is set to True and autograd gets a dummy tensor
     (zero if `zero_out_wgrad`, else uninitialised), so that hooks still fire; without the attribute autograd gets None.
     """
-    buffers = main_grads(weights)
-    out = buffers
-    if len(buffers) > 1 and are_packed(buffers):
-        first = buffers[0]
-        out = [first.as_strided((len(buffers), *first.shape), (first.numel(), *first.stride()))]
-    elif len(buffers) == 1 and buffers[0].dim() == 2:
-        out = [buffers[0].unsqueeze(0)]
-    grad.write(out, accumulate=not getattr(weights[0], "overwrite_main_grad", False))
+    buffers = main_grads(weights, owner)
+    accumulate = not getattr(weights[0], "overwrite_main_grad", False)
+    if all(_writable(buffer) for buffer in buffers):
+        grad.write(_stacked_if_packed(buffers), accumulate)
+    else:
+        for buffer, dw in zip(buffers, grad.compute(weights), strict=True):
+            buffer.copy_(buffer + dw if accumulate else dw)
     return [_signal_added(w) for w in weights]
+
+
+def _writable(buffer: Tensor) -> bool:
+    """Whether a kernel can write there: contiguous, from a multiple of 16 bytes on, of at most 4 bytes an element."""
+    return buffer.is_contiguous() and buffer.data_ptr() % 16 == 0 and buffer.element_size() <= 4
+
+
+def _stacked_if_packed(buffers: list[Tensor]) -> list[Tensor]:
+    """One [G, N, K] view of the buffers if they lie one after another, else the buffers."""
+    first = buffers[0]
+    if len(buffers) == 1:
+        return [first if first.dim() == 3 else first.unsqueeze(0)]
+    if are_packed(buffers):
+        return [first.as_strided((len(buffers), *first.shape), (first.numel(), *first.stride()))]
+    return buffers
 
 
 def _signal_added(weight: Parameter) -> Tensor | None:

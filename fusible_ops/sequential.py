@@ -16,6 +16,12 @@ from patterns import RULES, Rule, check_rules, explain
 Group = OperationFuser | nn.Module
 
 
+def _require_module(module: object) -> None:
+    """TypeError unless it is an nn.Module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"a Sequential holds nn.Modules, got {type(module).__name__}")
+
+
 class Sequential(nn.Module):
     """Modules one after another; maximal runs of adjacent ops are planned together and run as one autograd function.
 
@@ -29,7 +35,8 @@ class Sequential(nn.Module):
     not fused: "allow", "warn" or "error" (RuntimeError at the first call, with the reason).
 
     Errors: ValueError for missing or surplus extra inputs, for widths that do not chain (naming the two ops), for an
-    unknown rule set or on_unfused. Source: the interface is that of transformer_engine.pytorch.ops.Sequential (2.20).
+    unknown on_unfused; TypeError for a rule set that is no tuple of rules.
+    Source: the interface is that of transformer_engine.pytorch.ops.Sequential (2.20).
     """
 
     def __init__(
@@ -97,6 +104,7 @@ class Sequential(nn.Module):
 
     def insert(self, index: int, module: nn.Module) -> Sequential:
         """Put a module before position `index`; keys are numbered anew."""
+        _require_module(module)
         modules = list(self)
         modules.insert(index, module)
         self._modules.clear()
@@ -115,14 +123,13 @@ class Sequential(nn.Module):
         return self.extend(other)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"a Sequential holds nn.Modules, got {type(module).__name__}")
+        _require_module(module)
         super().add_module(name, module)
         self._module_groups = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) or name in ("rules", "on_unfused"):
             self._module_groups = None
 
     def __delattr__(self, name: str) -> None:
@@ -130,8 +137,12 @@ class Sequential(nn.Module):
         self._module_groups = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Plans are made anew after a copy or an unpickling."""
-        return {**self.__dict__, "_module_groups": None}
+        """Plans are made anew after a copy or unpickling; the default rules are those of the reader's version."""
+        rules = None if self.rules is RULES else self.rules
+        return {**self.__dict__, "_module_groups": None, "rules": rules}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "rules": RULES if state["rules"] is None else state["rules"]})
 
     # -- running ---------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ def explain(plan: Plan) -> str:
         lines += [INDENT + line for line in _reasons(_shown(plan, first, last))]
         if first.rule is None and (elsewhere := _elsewhere(plan, first, last)):
             lines.append(f"{INDENT}x start with other ops: {', '.join(refused.rule for refused in elsewhere)}")
+    lines += [f"host sync: unfused {op.title} reads its splits on the host; {why}" for op, why in plan.host_reads()]
     count = len(chain.ops) - len(plan.unfused)
     lines.append(f"{count} of {len(chain.ops)} ops fused")
     return "\n".join(lines)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from cute_kernels.catalog import DEVICE_OFFSETS
 from cute_kernels.limits import Refusal
 from cute_kernels.target import Target
 from patterns.chain import Chain, OpSpec
@@ -84,6 +85,20 @@ class Plan:
                     nearest[refused.rule] = refused
         return tuple(sorted(nearest.values(), key=_furthest_first))
 
+    def host_reads(self) -> tuple[tuple[OpSpec, Refusal], ...]:
+        """Unfused grouped linears that on a GPU wait for the device to read the splits on the host; and why."""
+        if self.target.arch == "cpu":
+            return ()
+        found = []
+        for op in self.unfused:
+            if op.kind == "grouped_linear":
+                dtype = self.chain.dtype if self.chain.autocast else op.facts.get("dtype")
+                letters = {"K": "in_features", "N": "out_features", "G": "num_groups"}
+                facts = {"dtype": dtype, **{letter: op.facts.get(name) for letter, name in letters.items()}}
+                refusals = [limit.check(facts, {**letters, "dtype": "dtype"}) for limit in DEVICE_OFFSETS]
+                found += [(op, refusal) for refusal in refusals if refusal is not None][:1]
+        return tuple(found)
+
     def first_unmet(self) -> Refusal | None:
         """The condition that kept the first unfused op from being fused; None if all are fused."""
         for step in self.steps:
@@ -101,6 +116,7 @@ class Plan:
             "target": self.target.arch,
             "steps": [_step_as_data(step, self.chain) for step in self.steps],
             "refusals": [_refused_as_data(refused) for refused in self.refusals],
+            "host_reads": [{"op": op.name, "reason": str(reason)} for op, reason in self.host_reads()],
         }
 
 

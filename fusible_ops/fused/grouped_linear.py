@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from cute_kernels import ops as kernels
-from fusible_ops import checks
 from fusible_ops.activations import ScaledActivation
-from fusible_ops.fused.parts import activation_at, linear_at, no_grads
+from fusible_ops.fused.parts import activation_at, linear_at, no_grads, row_factor
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
 
 
@@ -34,13 +33,12 @@ class FusedGroupedLinear(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs
-        self.fc.check_input(input_)
-        self.fc.check_extras(input_, extras)
+        self.fc.op.check_input(input_, ctx.owner)
         dtype = ctx.compute_dtype(self.fc.weight_dtype)
         x = input_.reshape(-1, self.fc.in_features).to(dtype)
         offsets = self.fc.offsets(kernels, x.shape[0], extras)
         weights, bias, scales = self.fc.operands(dtype), self.fc.bias(dtype), self.fc.scales(extras)
-        rows = None if scales is None else scales.reshape(-1)
+        rows = row_factor(scales, dtype)
         y = kernels.grouped_gemm(x, weights, offsets, bias, rows)
         if any(c.requires_grad for c in basic_op_ctxs):
             ctx.input_shape, ctx.dtype = input_.shape, dtype
@@ -93,16 +91,13 @@ class GroupedLinearActivation(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs
-        self.fc.check_input(input_)
-        self.fc.check_extras(input_, extras)
+        self.fc.op.check_input(input_, ctx.owner)
         probs = extras[self.act_at][0] if isinstance(self.act, ScaledActivation) else None
-        if probs is not None:
-            checks.row_scales(self.act.label(), "scales", probs, input_)
         dtype = ctx.compute_dtype(self.fc.weight_dtype)
         x = input_.reshape(-1, self.fc.in_features).to(dtype)
         offsets = self.fc.offsets(kernels, x.shape[0], extras)
         weights = self.fc.operands(dtype)
-        rows = None if probs is None else probs.reshape(-1)
+        rows = row_factor(probs, dtype)
         needs_grad = any(c.requires_grad for c in basic_op_ctxs)
         activation, block = self.act.activation, self.act.glu_interleave
         y, preact = kernels.grouped_gemm_act(

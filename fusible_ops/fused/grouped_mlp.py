@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from cute_kernels import ops as kernels
-from fusible_ops import checks
 from fusible_ops.activations import ScaledActivation
-from fusible_ops.fused.parts import activation_at, linear_at, no_grads
+from fusible_ops.fused.parts import activation_at, linear_at, no_grads, row_factor, same_values
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
 
 
@@ -47,14 +46,14 @@ class GroupedMLP(FusedOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs
         probs = extras[self.act_at][0] if isinstance(self.act, ScaledActivation) else None
-        self._check(input_, extras, probs)
+        self.fc1.op.check_input(input_, ctx.owner)
         dtype = ctx.compute_dtype(self.fc1.weight_dtype)
         x = input_.reshape(-1, self.fc1.in_features).to(dtype)
         splits1, splits2 = self.fc1.split_sizes(extras), self.fc2.split_sizes(extras)
         offsets1 = self.fc1.offsets(kernels, x.shape[0], extras)
-        offsets2 = offsets1 if splits1 is splits2 else self.fc2.offsets(kernels, x.shape[0], extras)
+        offsets2 = offsets1 if same_values(splits1, splits2) else self.fc2.offsets(kernels, x.shape[0], extras)
         weights1, weights2 = self.fc1.operands(dtype), self.fc2.operands(dtype)
-        rows = None if probs is None else probs.reshape(-1)
+        rows, factors = row_factor(probs, dtype), row_factor(self.fc2.scales(extras), dtype)
         scales = self.fc2.scales(extras)
         bias2 = self.fc2.bias(dtype)
         needs_grad = any(c.requires_grad for c in basic_op_ctxs)
@@ -69,7 +68,7 @@ class GroupedMLP(FusedOperation):
             save_preact=needs_grad,
             zero_tail=offsets2 is not offsets1,
         )
-        y = kernels.grouped_gemm(act, weights2, offsets2, bias2, None if scales is None else scales.reshape(-1))
+        y = kernels.grouped_gemm(act, weights2, offsets2, bias2, factors)
         if needs_grad:
             ctx.same_offsets = offsets2 is offsets1
             ctx.probs_require_grad = probs is not None and probs.requires_grad
@@ -83,19 +82,12 @@ class GroupedMLP(FusedOperation):
                 offsets1,
                 offsets2,
                 rows,
-                None if scales is None else scales.reshape(-1),
+                factors,
                 bias2 if ctx.scales_require_grad else None,
                 *weights1,
                 *weights2,
             )
         return y.view(*input_.shape[:-1], self.fc2.out_features), [()] * len(basic_op_ctxs)
-
-    def _check(self, x: Tensor, extras: Sequence[Sequence[Tensor]], probs: Tensor | None) -> None:
-        self.fc1.check_input(x)
-        self.fc1.check_extras(x, extras)
-        if probs is not None:
-            checks.row_scales(self.act.label(), "scales", probs, x)
-        self.fc2.check_extras(x, extras)
 
     def fuser_backward(
         self,

@@ -17,6 +17,23 @@ from fusible_ops.parameters import WeightGrad, accumulate_main_grads, as_bias, a
 Extras = Sequence[Sequence[Tensor]]
 
 
+def row_factor(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Probs or scales as kernels take them: flat, FP32 or the compute dtype (any other float becomes FP32)."""
+    if t is None:
+        return None
+    flat = t.reshape(-1)
+    return flat if flat.dtype in (torch.float32, dtype) else flat.float()
+
+
+def same_values(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether both are surely the same numbers: one tensor, or two views of the same memory laid out alike."""
+    if a is b:
+        return True
+    if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape or a.stride() != b.stride():
+        return False
+    return a.data_ptr() == b.data_ptr()
+
+
 class GroupedPart:
     """A GroupedLinear at position `at` of the fused basic ops."""
 
@@ -31,14 +48,6 @@ class GroupedPart:
     @property
     def needs_weight_grad(self) -> bool:
         return self.op.weights_require_grad()
-
-    def check_input(self, x: Tensor) -> None:
-        """As the op itself checks its input."""
-        self.op.check_input(x)
-
-    def check_extras(self, x: Tensor, extras: Extras) -> None:
-        """As the op itself checks its extra inputs; x has their rows."""
-        self.op.check_extras(x, extras[self.at])
 
     def offsets(self, kernels: Any, rows: int, extras: Extras) -> Tensor:
         return kernels.group_offsets(extras[self.at][0], rows)
@@ -77,12 +86,6 @@ class DensePart:
     def needs_weight_grad(self) -> bool:
         return self.op.weight.requires_grad
 
-    def check_input(self, x: Tensor) -> None:
-        self.op.check_input(x)
-
-    def check_extras(self, x: Tensor, extras: Extras) -> None:
-        """A dense linear has no extra inputs."""
-
     def offsets(self, kernels: Any, rows: int, extras: Extras) -> Tensor:
         return kernels.group_offsets(torch.full((1,), rows, dtype=torch.int32, device=self.op.weight.device), rows)
 
@@ -112,7 +115,7 @@ class DensePart:
         if x is not None and weight.requires_grad:
             grad = WeightGrad(kernels, dy, x, offsets, glu_interleave)
             if self.op.accumulate_into_main_grad:
-                grads[self.at] = accumulate_main_grads([weight], grad)
+                grads[self.at] = accumulate_main_grads([weight], grad, self.op.label())
             else:
                 grads[self.at] = grad.compute([weight])
         if self.bias_op is not None and self.bias_op.bias.requires_grad:

@@ -134,9 +134,8 @@ def bench_unused_rows() -> None:
         times = medians(calls)
         for what in ("forward", "both"):
             few, many = times[f"{what} 2048"], times[f"{what} 32768"]
-            print(
-                f"H={hidden} I={intermediate} G={groups} {what}: {few:.3f} ms, 32768-row buffer {many:.3f} ms, x{many / few:.2f}"
-            )
+            case = f"H={hidden} I={intermediate} G={groups} {what}"
+            print(f"{case}: {few:.3f} ms, 32768-row buffer {many:.3f} ms, x{many / few:.2f}")
 
 
 if __name__ == "__main__":

@@ -167,3 +167,34 @@ def test_only_wanted_gradients(needs: tuple[bool, bool, bool]) -> None:
         assert (unfused is None) == (fused is None)
         if fused is not None:
             assert (unfused - fused).norm() <= 0.02 * unfused.norm()
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm_90a"])
+@pytest.mark.parametrize("probs_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_chain_that_ends_in_a_scaled_activation(arch: str, probs_dtype: torch.dtype) -> None:
+    """Fused and unfused alike: NaN in the tail of x, probs and dy reaches nothing; any float dtype of probs."""
+    model = ops.Sequential(ops.GroupedLinear(3, 16, 32, device="cpu", dtype=torch.bfloat16), ops.ScaledSwiGLU())
+    x, dy = torch.randn(TAIL.rows, 16).bfloat16(), torch.randn(TAIL.rows, 16).bfloat16()
+    probs = torch.rand(TAIL.rows).to(probs_dtype)
+    for t in (x, dy, probs):
+        t[TAIL.used :] = float("nan")
+    x.requires_grad_()
+    probs.requires_grad_()
+    with as_if_on(arch):
+        y = model(x, TAIL.tensor(), probs)
+    y.backward(dy)
+    for result in (y, x.grad, probs.grad):
+        assert (result[TAIL.used :] == 0).all() and result.isfinite().all()
+    assert probs.grad.dtype == probs_dtype and (probs.grad[: TAIL.used] != 0).any()
+
+
+def test_dense_linear_rounds_once_fused_and_unfused() -> None:
+    model = ops.Sequential(ops.Linear(64, 48, device="cpu", dtype=torch.bfloat16))
+    torch.nn.init.normal_(model[0].bias)
+    x = torch.randn(37, 64).bfloat16()
+    once = F.linear(x.float(), model[0].weight.float(), model[0].bias.float()).bfloat16()
+    for arch in ("cpu", "sm_90a"):
+        model._module_groups = None
+        with as_if_on(arch):
+            y = model(x)
+        assert (y != once).float().mean() < 0.01  # sums in another order may cross a rounding boundary

@@ -75,6 +75,18 @@ def test_every_rule_has_its_verdict(rule: Rule) -> None:
         assert other.name in verdicts or other.name in elsewhere[0]
 
 
+def test_host_syncs_are_named() -> None:
+    narrow = Chain(
+        (grouped_linear("fc", 64, 64, num_groups=4), grouped_linear("fc2", 64, 60, num_groups=4)), "bfloat16"
+    )
+    assert told(narrow, "sm_80").splitlines()[-2] == (
+        "host sync: unfused GroupedLinear fc2 reads its splits on the host; out_features is 60, needs a multiple of 8"
+    )
+    many = Chain((grouped_linear("fc", 64, 64, num_groups=1024),), "bfloat16")
+    assert "num_groups is 1024, needs at most 1023" in told(many, "sm_80")
+    assert "host sync" not in told(many, "sm_90a") and "host sync" not in told(many, "cpu")
+
+
 def test_partly_fused_shows_what_kept_the_longer_rule_out() -> None:
     chain = Chain((*PLAIN.ops[:2], grouped_linear("fc2", 512, 256, num_groups=4), OpSpec("dropout", "3")), "bfloat16")
     text = told(chain, "sm_90a")

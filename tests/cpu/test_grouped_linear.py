@@ -218,3 +218,49 @@ def test_clamp_limit_must_be_positive(build, limit: float) -> None:
 def test_scaled_glu_refuses_recompute(build) -> None:
     with pytest.raises(ValueError, match="does not support activation recomputation"):
         build(activation_recompute_in_mlp=True)
+
+
+@pytest.mark.parametrize("which", ["weight0", "weight2", "bias0", "bias1"])
+@pytest.mark.parametrize("how", ["requires_grad", "dtype", "shape"])
+def test_parameters_that_disagree_are_an_error(which: str, how: str) -> None:
+    op = _linear()
+    p = getattr(op, which)
+    if how == "requires_grad":
+        p.requires_grad_(False)
+    elif how == "dtype":
+        p.data = p.data.double()
+    else:
+        p.data = p.data[:-1].clone()
+    with pytest.raises(RuntimeError, match="must agree with weight 0"):
+        op(X, SPLITS)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "short", "int", "unaligned", "strided", "double"])
+def test_odd_main_grad_buffers(kind: str) -> None:
+    """What cannot hold the gradient is refused before anything is written; what can, holds it."""
+    op = _linear(bias=False, accumulate_into_main_grad=True)
+    x, dy = torch.randn(8, 16), torch.randn(8, 24)
+    make = {
+        "transposed": lambda: torch.zeros(16, 24),
+        "short": lambda: torch.zeros(24, 15),
+        "int": lambda: torch.zeros(24, 16, dtype=torch.int32),
+        "unaligned": lambda: torch.zeros(24 * 16 + 1)[1:],
+        "strided": lambda: torch.zeros(24, 32)[:, ::2],
+        "double": lambda: torch.zeros(24, 16, dtype=torch.float64),
+    }[kind]
+    for w in op.weight_parameters():
+        w.main_grad = make()
+    y = op(x, SPLITS)
+    if kind in ("transposed", "short", "int"):
+        with pytest.raises(RuntimeError, match="main_grad is"):
+            y.backward(dy)
+        return
+    y.backward(dy)
+    torch.testing.assert_close(op.weight2.main_grad.view(24, 16).float(), dy[3:].t() @ x[3:])
+
+
+def test_parametrised_weights_work() -> None:
+    op, x = _linear(bias=False), torch.randn(8, 16)
+    expected = op(x, SPLITS).detach()
+    nn.utils.parametrizations.weight_norm(op, "weight0", dim=0)
+    torch.testing.assert_close(op(x, SPLITS), expected)

@@ -47,6 +47,7 @@ def test_products_equal_a_loop_over_torch_linear(splits: Splits) -> None:
 def test_group_offsets_never_leave_the_buffer() -> None:
     assert reference.group_offsets(torch.tensor([4, -3, 5]), 20).tolist() == [0, 4, 4, 9]
     assert reference.group_offsets(torch.tensor([4, 2**31, 5]), 20).tolist() == [0, 4, 20, 20]
+    assert reference.group_offsets(torch.tensor([2**62] * 4), 40).tolist() == [0, 40, 40, 40, 40]
     assert reference.group_offsets(torch.tensor([3, 3], dtype=torch.int32), 4).dtype == torch.int32
 
 
