@@ -8,11 +8,14 @@ import pytest
 import torch
 
 import fusible_ops as ops
+from cute_kernels import ops as kernels
+from cute_kernels.activation import Activation
 from tests.cases import Splits, full
 from tests.compare import assert_as_accurate, assert_bitwise_equal
 from tests.models import ACTIVATIONS, GATED, MLP, Inputs, no_host_sync, step
 
 pytestmark = pytest.mark.gpu("sm_90a")
+BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 
 
 def _many(groups: int, seed: int) -> tuple[int, ...]:
@@ -173,6 +176,7 @@ def test_one_graph_replays_with_other_splits() -> None:
         return [y, *torch.autograd.grad(y, [x, probs, *params], inputs.dy)]
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
     torch.cuda.current_stream().wait_stream(stream)
@@ -203,6 +207,52 @@ def test_hostile_splits_stay_in_bounds() -> None:
             outputs.append([y.detach(), *grads])
         for got, want in zip(*outputs, strict=True):
             assert_bitwise_equal(got, want)
+
+
+def test_hostile_splits_leave_the_memory_around_the_outputs_alone() -> None:
+    """The operators that write rows, between guard rows: hostile splits change nothing outside."""
+    rows, hidden, wide = 100, 64, 128
+    act = Activation("swiglu")
+    x, w = torch.randn(rows, hidden, **BF16), torch.randn(2, wide, hidden, **BF16)
+    for sizes in ((150, 2**31 - 1), (-5, 120), (2**62, 2**62)):
+        offsets = kernels.group_offsets(torch.tensor(sizes, device="cuda"), rows)
+        pool = torch.full((8, 1024, wide), 7.0, **BF16)  # freed below: outputs land among its values
+        copies = [pool[i].clone() for i in range(8)]
+        del copies[1::2]
+        kernels.grouped_gemm(x, [w], offsets)
+        kernels.grouped_gemm_act(x, [w], offsets, act)
+        torch.cuda.synchronize()
+        assert all((kept == 7.0).all() for kept in copies)
+
+
+def test_another_stream_than_the_default_one() -> None:
+    """Inputs made and results read on a side stream only, while the default stream is busy."""
+    mlp, splits = MLP(hidden=256, intermediate=128, bias=True), GPU_SPLITS[3]
+    model = mlp.build(splits, "cuda", torch.bfloat16, on_unfused="error")
+    inputs = Inputs.random(splits, mlp.hidden, "cuda", torch.bfloat16)
+    expected = step(model, mlp, inputs)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # the default stream waits; work put there by mistake would come too late
+    with torch.cuda.stream(stream):
+        got = {name: t.clone() for name, t in step(model, mlp, inputs).items()}
+        stream.synchronize()
+        for name, want in expected.items():
+            assert_bitwise_equal(got[name], want, name)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_second_device_while_the_first_is_current() -> None:
+    mlp, splits = MLP(hidden=256, intermediate=128, bias=True), GPU_SPLITS[3]
+    model = mlp.build(splits, "cuda:0", torch.bfloat16, on_unfused="error")
+    other = copy.deepcopy(model).to("cuda:1")
+    inputs = Inputs.random(splits, mlp.hidden, "cuda:0", torch.bfloat16)
+    there = Inputs(inputs.x.to("cuda:1"), inputs.probs.to("cuda:1"), inputs.dy.to("cuda:1"), splits)
+    with torch.cuda.device(0):
+        got = step(other, mlp, there)
+    for name, want in step(model, mlp, inputs).items():
+        assert got[name].device == torch.device("cuda:1")
+        assert_bitwise_equal(got[name].to("cuda:0"), want, name)
 
 
 def test_sliced_splits_and_wide_index_types() -> None:
