@@ -18,12 +18,12 @@ from torch import Tensor
 from cute_kernels import launch
 from cute_kernels.catalog import SM90_GROUPED_WGRAD
 from cute_kernels.hopper.device_table import addresses, device_table
+from cute_kernels.hopper.grouped_wgrad_configs import WgradConfig, choose
 from cute_kernels.hopper.operands import VECTOR_BYTES, check_offsets, check_shape, multiprocessors, readable
 from cute_kernels.limits import dtype_name
 
 MODULE = "cute_kernels.hopper.grouped_wgrad_kernel"
 NAME, ARCH = SM90_GROUPED_WGRAD.name, SM90_GROUPED_WGRAD.arch
-TILE_ROWS, TILE_COLUMNS = 128, 256  # of a gradient [N, K], in one CTA's tile
 MOST_ROWS = 1 << 30  # the extent of a ragged dimension
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -32,11 +32,12 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class WgradOptions:
     """Static facts of one compiled kernel; dtypes by name.
 
-    interleaved: rows of the gradient go to blocks of gate and up rows. separate: the output is a table of addresses.
+    interleaved: rows of the gradient go to blocks of gate and up rows. separate: the output is G tensors.
     """
 
     element: str
     out: str
+    config: WgradConfig
     accumulate: bool = False
     interleaved: bool = False
     separate: bool = False
@@ -74,11 +75,17 @@ def grouped_wgrad_(
             torch._foreach_zero_(list(out))
         return
     stream = launch.current_stream(x.device)
-    target = out[0] if stacked else device_table(addresses(out), x.device, stream, ARCH)
-    tiles = groups * -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
-    grid = max(1, min(sms - sm_margin, tiles))
+    target = (out[0],) if stacked else _lowest_and_table(out, x.device, stream)
+    grid = options.config.grid(groups, rows, columns, sms - sm_margin)
     kernel = launch.kernel(MODULE, options, ARCH)
-    kernel(readable(dy), readable(x), offsets, target, max(glu_interleave, 1), grid, stream)
+    strip = options.config.strip()
+    kernel(readable(dy), readable(x), offsets, target, max(glu_interleave, 1), strip, grid, stream)
+
+
+def _lowest_and_table(out: Sequence[Tensor], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+    """Of separate buffers the one at the lowest address, and all addresses on the device."""
+    table = addresses(out)
+    return out[table.index(min(table))], device_table(table, device, stream, ARCH)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -89,7 +96,8 @@ def _options(
     SM90_GROUPED_WGRAD.require(dtype=dtype_name(element), K=columns, N=rows)
     if block < 0 or (block and rows % (2 * block)):
         raise ValueError(f"{NAME}: glu_interleave is {block}, needs 0 or a divisor of I = N / 2 (N is {rows})")
-    return WgradOptions(dtype_name(element), dtype_name(out), accumulate, block > 0, separate)
+    config = choose(rows, out.itemsize, accumulate, block).config
+    return WgradOptions(dtype_name(element), dtype_name(out), config, accumulate, block > 0, separate)
 
 
 def _check_out(out: Sequence[Tensor], groups: int, rows: int, columns: int, x: Tensor) -> bool:

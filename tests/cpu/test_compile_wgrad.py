@@ -12,19 +12,31 @@ from cute_kernels.activation import KINDS, Activation
 from cute_kernels.hopper import device_table, grouped_wgrad, rowwise
 from cute_kernels.hopper.device_table import TableOptions
 from cute_kernels.hopper.grouped_wgrad import WgradOptions
+from cute_kernels.hopper.grouped_wgrad_configs import choose
 from cute_kernels.hopper.rowwise import ColumnSumsOptions, DactOptions, GroupOffsetsOptions, RowDotsOptions
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed: nothing can be compiled")
 
-SMEM_BYTES = 232_448  # that one CTA may use
+PAIRED, ODD = 256, 128  # rows of a gradient: two row tiles, one
+
+
+def wgrad(element: str, out: str, rows: int, accumulate=False, block=0, separate=False) -> WgradOptions:
+    config = choose(rows, 4 if out == "float32" else 2, accumulate, block).config
+    return WgradOptions(element, out, config, accumulate, block > 0, separate)
+
+
 WGRAD = (
-    WgradOptions("bfloat16", "bfloat16"),
-    WgradOptions("float16", "float16", interleaved=True),
-    WgradOptions("bfloat16", "float32", separate=True),
-    WgradOptions("bfloat16", "float32", accumulate=True),
-    WgradOptions("bfloat16", "float32", interleaved=True, separate=True, accumulate=True),
-    WgradOptions("bfloat16", "bfloat16", accumulate=True, interleaved=True, separate=True),
-    WgradOptions("float16", "float16", accumulate=True),
+    wgrad("bfloat16", "bfloat16", PAIRED),
+    wgrad("bfloat16", "bfloat16", ODD),
+    wgrad("float16", "float16", PAIRED, block=32),
+    wgrad("float16", "float16", ODD, block=3),
+    wgrad("bfloat16", "float32", PAIRED, separate=True),
+    wgrad("bfloat16", "float32", PAIRED, True),
+    wgrad("bfloat16", "float32", ODD, True, separate=True),
+    wgrad("bfloat16", "float32", PAIRED, True, 32, True),
+    wgrad("bfloat16", "float32", PAIRED, True, 4, True),
+    wgrad("bfloat16", "bfloat16", ODD, True, 4, True),
+    wgrad("float16", "float16", PAIRED, True),
 )
 ROWWISE = (
     GroupOffsetsOptions("int32"),
@@ -69,16 +81,7 @@ def test_table(capfd):
     assert_clean(said)
 
 
-def test_operands_and_staging_fit_shared_memory():
-    from cute_kernels.hopper import grouped_wgrad_kernel as kernel
-
-    operands = kernel.STAGES * (kernel.TILE_M + kernel.TILE_N) * kernel.TILE_K * 2
-    assert operands + kernel.TILE_M * kernel.ROW_BYTES + 16 * kernel.STAGES <= SMEM_BYTES
-
-
 def test_host_and_device_agree():
-    from cute_kernels.hopper import grouped_wgrad_kernel as kernel
     from cute_kernels.hopper import rowwise_kernel
 
-    assert (grouped_wgrad.TILE_ROWS, grouped_wgrad.TILE_COLUMNS) == (kernel.TILE_M, kernel.TILE_N)
     assert rowwise.CHUNK == rowwise_kernel.CHUNK

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu("sm_90a")
 
 RAGGED = Splits("ragged", (200, 0, 233, 64, 331, 1, 15, 129), rows=1073)
 LARGER_SPLITS = (*SPLITS, RAGGED)
-SHAPES = ((576, 832), (72, 200), (8, 8), (256, 512))
+SHAPES = ((576, 832), (72, 200), (8, 8), (256, 512), (200, 328))
 NAN = float("nan")
 
 
@@ -131,6 +131,24 @@ def test_adds_to_buffers(dtype, kind, block):
         else:
             in_two_roundings = before[g] + wide[g].to(dtype)
             assert_as_accurate(got, in_two_roundings, before[g].float() + wide[g], f"group {g}")
+
+
+@pytest.mark.parametrize("kind", ["stacked", "separate"])
+@pytest.mark.parametrize("block", [0, 32, 48])
+@pytest.mark.parametrize("adds", [False, True])
+def test_pairs_of_row_tiles(kind, block, adds):
+    """Two CTAs share x's tile, many tiles a CTA, interleaved rows by TMA."""
+    splits, (rows, columns) = REPEATED[0][0], (768, 1096)
+    dy, x, offsets = problem(splits, rows, columns)
+    out = buffers(kind, splits, (rows, columns), torch.float32)
+    for t in out:
+        t.normal_() if adds else t.fill_(NAN)
+    before = [t.clone() for t in groups_of(out)]
+    grouped_wgrad_(out, dy, x, offsets, block, accumulate=adds)
+    wide, _ = expected(dy, x, splits, block)
+    for g, got in enumerate(groups_of(out)):
+        want = before[g] + wide[g] if adds else wide[g]
+        assert_as_accurate(got, want, want, f"group {g}")
 
 
 def test_nothing_outside_the_buffers_is_written():
