@@ -136,9 +136,7 @@ class ScaledActivation(ActivationOperation):
         input_: Tensor,
         *,
         basic_op_extra_inputs: Sequence[Sequence[Tensor]],
-        prev_op_grad_output_quantizer: Any = None,
-        next_op_input_quantizer: Any = None,
-        basic_op_kwargs: Sequence[dict[str, Any]],
+        **_: Any,
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, scales = basic_op_ctxs[0], basic_op_extra_inputs[0][0]
         preact = self.plain_input(ctx, input_)
@@ -155,11 +153,7 @@ class ScaledActivation(ActivationOperation):
         return reference.activation_forward(preact, self.activation, rows), [()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]] = ((),),
+        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
         preact, rows, tokens = ctx.saved_tensors

@@ -223,20 +223,17 @@ class GroupedLinear(BasicOperation):
         input_: Tensor,
         *,
         basic_op_extra_inputs: Sequence[Sequence[Tensor]],
-        prev_op_grad_output_quantizer: Any = None,
-        next_op_input_quantizer: Any = None,
-        basic_op_kwargs: Sequence[dict[str, Any]],
-        kernels: Any = reference,
+        **_: Any,
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs[0]
         self.check_input(input_, ctx.owner)
         dtype = ctx.compute_dtype(self.weight_dtype)
         x = input_.reshape(-1, self.in_features).to(dtype)
-        offsets = kernels.group_offsets(extras[0], x.shape[0])
+        offsets = reference.group_offsets(extras[0], x.shape[0])
         weights = as_operands(self.weight_parameters(), dtype)
         bias = as_bias(self.bias_parameters(), dtype) if self.has_bias else None
         scales = extras[1].reshape(-1) if self.scale_bias else None
-        y = kernels.grouped_gemm(x, weights, offsets, bias, scales)
+        y = reference.grouped_gemm(x, weights, offsets, bias, scales)
         if ctx.requires_grad:
             ctx.input_shape, ctx.num_weights = input_.shape, len(weights)
             ctx.scales_require_grad = scales is not None and extras[1].requires_grad
@@ -247,12 +244,7 @@ class GroupedLinear(BasicOperation):
         return y.view(*input_.shape[:-1], self.out_features), [()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]] = ((),),
-        kernels: Any = reference,
+        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
         x, offsets, scales, bias, *weights = ctx.saved_tensors
@@ -260,9 +252,9 @@ class GroupedLinear(BasicOperation):
         dy = grad_output.reshape(-1, self.out_features).to(dtype).contiguous()
         dx = None
         if ctx.input_requires_grad:
-            dx = kernels.grouped_gemm_dgrad(dy, weights, offsets).view(ctx.input_shape)
-        dscales = kernels.grouped_dscale(dy, bias, offsets) if ctx.scales_require_grad else None
-        grads = self.parameter_grads(kernels, dy, x, offsets, scales)
+            dx = reference.grouped_gemm_dgrad(dy, weights, offsets).view(ctx.input_shape)
+        dscales = reference.grouped_dscale(dy, bias, offsets) if ctx.scales_require_grad else None
+        grads = self.parameter_grads(reference, dy, x, offsets, scales)
         return dx, [grads], [[None, dscales] if self.scale_bias else [None]]
 
     def parameter_grads(

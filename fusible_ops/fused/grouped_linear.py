@@ -28,9 +28,7 @@ class FusedGroupedLinear(FusedOperation):
         input_: Tensor,
         *,
         basic_op_extra_inputs: Sequence[Sequence[Tensor]],
-        prev_op_grad_output_quantizer: Any = None,
-        next_op_input_quantizer: Any = None,
-        basic_op_kwargs: Sequence[dict[str, Any]],
+        **_: Any,
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs
         self.fc.op.check_input(input_, ctx.owner)
@@ -49,11 +47,7 @@ class FusedGroupedLinear(FusedOperation):
         return y.view(*input_.shape[:-1], self.fc.out_features), [()] * len(basic_op_ctxs)
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
         x, offsets, rows, bias, *weights = ctx.saved_tensors
@@ -86,9 +80,7 @@ class GroupedLinearActivation(FusedOperation):
         input_: Tensor,
         *,
         basic_op_extra_inputs: Sequence[Sequence[Tensor]],
-        prev_op_grad_output_quantizer: Any = None,
-        next_op_input_quantizer: Any = None,
-        basic_op_kwargs: Sequence[dict[str, Any]],
+        **_: Any,
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs
         self.fc.op.check_input(input_, ctx.owner)
@@ -110,11 +102,7 @@ class GroupedLinearActivation(FusedOperation):
         return y.view(*input_.shape[:-1], y.shape[1]), [()] * len(basic_op_ctxs)
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
         x, preact, offsets, rows, *weights = ctx.saved_tensors

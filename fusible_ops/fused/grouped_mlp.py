@@ -40,9 +40,7 @@ class GroupedMLP(FusedOperation):
         input_: Tensor,
         *,
         basic_op_extra_inputs: Sequence[Sequence[Tensor]],
-        prev_op_grad_output_quantizer: Any = None,
-        next_op_input_quantizer: Any = None,
-        basic_op_kwargs: Sequence[dict[str, Any]],
+        **_: Any,
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs
         probs = extras[self.act_at][0] if isinstance(self.act, ScaledActivation) else None
@@ -90,11 +88,7 @@ class GroupedMLP(FusedOperation):
         return y.view(*input_.shape[:-1], self.fc2.out_features), [()] * len(basic_op_ctxs)
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
         x, preact, offsets1, offsets2, rows, scales, bias2, *weights = ctx.saved_tensors
