@@ -19,8 +19,6 @@ from torch.autograd.function import once_differentiable
 
 from cute_kernels.limits import dtype_name
 from cute_kernels.target import Target
-from fusible_ops.grouped_linear import GroupedLinear
-from fusible_ops.linear import BasicLinear
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from fusible_ops.parameters import parameters_of
 from patterns import RULES, Chain, Plan, Rule, explain, plan
@@ -171,7 +169,7 @@ class OperationFuser:
         self.on_unfused = on_unfused
         self.basic_ops = [part for op in self.ops for part in op.fusible_parts()]
         self.num_extra_inputs = sum(op.num_extra_inputs for op in self.basic_ops)
-        self._linears = [op for op in self.basic_ops if isinstance(op, GroupedLinear | BasicLinear)]
+        self._linears = [op for op in self.basic_ops if op.weight_dtype is not None]
         self._owners = [
             f"{type(op).__name__} {op.name or name}".rstrip()
             for name, op in zip(self.names, self.ops, strict=True)
@@ -201,7 +199,8 @@ class OperationFuser:
 
     def plan(self, target: Target, autocast_dtype: torch.dtype | None = None) -> Plan:
         """What runs what on `target`. autocast_dtype: as under `torch.autocast`; None: as the weights are."""
-        dtype = autocast_dtype or (self._linears[0].weight_dtype if self._linears else torch.get_default_dtype())
+        own = self._linears[0].weight_dtype if self._linears else None
+        dtype = autocast_dtype or own or torch.get_default_dtype()
         specs = [replace(op.describe(), name=op.name or name) for name, op in zip(self.names, self.ops, strict=True)]
         chain = Chain(tuple(specs), dtype_name(dtype), autocast=autocast_dtype is not None)
         return plan(chain, target, self.rules)
@@ -278,8 +277,8 @@ class OperationFuser:
             ctx = OperationContext(i >= first, wanted, autocast_dtype, owner)
             ctx.split_sizes = split_sizes
             contexts.append(ctx)
-            if isinstance(op, GroupedLinear):
-                split_sizes = extras[i][0]
+            if op.split_sizes_slot is not None:
+                split_sizes = extras[i][op.split_sizes_slot]
         return contexts
 
     def _check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], kwargs: Sequence[dict[str, Any]] | None) -> None:

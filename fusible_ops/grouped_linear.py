@@ -40,6 +40,7 @@ class GroupedLinear(BasicOperation):
     """
 
     known_kwargs = ()
+    split_sizes_slot = 0
 
     def __init__(
         self,

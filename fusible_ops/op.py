@@ -106,6 +106,9 @@ class BasicOperation(FusibleOperation):
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     known_kwargs: tuple[str, ...] | None = None  # names that `op_kwargs` may hold; None: the op checks them itself
+    split_sizes_slot: int | None = (
+        None  # which extra input says how many rows each group has; None: rows have no groups
+    )
 
     def fusible_parts(self) -> list[BasicOperation]:
         return [self]
@@ -129,6 +132,11 @@ class BasicOperation(FusibleOperation):
 
     def input_width(self) -> int | None:
         """The columns this op asks of its input; None if any number will do."""
+        return None
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """The dtype that the op computes in without autocast; None: its input's."""
         return None
 
     def output_width(self, incoming: int | None) -> int | None:
