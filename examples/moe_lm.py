@@ -96,8 +96,8 @@ class Spread(torch.autograd.Function):
 class Attention(nn.Module):
     """Causal self-attention with rotary positions.
 
-    On a GPU the FP32 kernel that PyTorch would choose adds its gradients in an order that varies; at this context plain
-    products cost little more, and give the same bits run after run.
+    On a GPU the kernel that PyTorch would choose for FP32 adds up the gradient of q in an order that varies from run to
+    run. Plain matrix products, which a context this short allows, leave the order to no chance.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:

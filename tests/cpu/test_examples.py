@@ -93,6 +93,29 @@ def test_demo_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert demo.bits_per_byte(done.model, rule) < 1.0
 
 
+def test_experts_are_the_weighted_sum_of_the_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and gradients, the router's among them, against every expert run on every token."""
+    lm = load("moe_lm", monkeypatch)
+    torch.manual_seed(0)
+    config = lm.ModelConfig(width=16, heads=2, layers=1, experts=4, top_k=2, expert_width=8, context=8)
+    experts = lm.Experts(config, torch.device("cpu"))
+    x = torch.randn(24, 16, requires_grad=True)
+    y, _, sizes = experts(x)
+
+    weights, chosen = torch.softmax(experts.router(x), dim=-1).topk(2, dim=-1)
+    gates = torch.zeros(24, 4).scatter(1, chosen, weights / weights.sum(dim=-1, keepdim=True))
+    every = [torch.tensor([24 * (i == g) for i in range(4)]) for g in range(4)]
+    answers = torch.stack([experts.mlp(x, rows, torch.ones(24), rows) for rows in every], dim=1)
+    expected = (gates[..., None] * answers).sum(dim=1)
+    assert sizes.tolist() == (gates > 0).sum(dim=0).tolist()
+    torch.testing.assert_close(y, expected)
+
+    inputs = [x, *experts.parameters()]
+    dy = torch.randn_like(y)
+    for ours, theirs in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_bigram_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = load("text_corpus", monkeypatch)
     alternating = torch.tensor([1, 2] * 50, dtype=torch.uint8)
