@@ -205,7 +205,7 @@ def _options(
     interleave = glu_interleave if activation is None or activation.is_glu else 0
     kind_of_f = activation and activation.kind
     kernel.require(dtype=dtype_name(dtype), K=K, N=N, I=I, H=H, glu_interleave=interleave, activation=kind_of_f)
-    config = choose(kind, columns, activation is not None and activation.is_glu).config
+    config = choose(kind, columns, activation is not None and activation.is_glu, interleave).config
     return Options(kind, dtype_name(dtype), config, activation=activation, glu_interleave=interleave, **facts)
 
 

@@ -4,21 +4,30 @@ Shapes: x [T, C] row-major; W stacked [G, N, K] or separate [N, K] tensors; offs
 The product contracts K (forward: C = K, one output column a weight row) or N (dgrad and dact: C = N, one output column
 a weight column). 16-bit elements, FP32 sums. What becomes of the sums is the epilogue's business.
 
-Tiles of 128 rows x 256 or 128 columns, 64 contracted elements a stage. A tile never spans groups: rows at or past the
-group's end are computed from whatever follows (each row only reaches its own result) and not stored.
+Tiles of 128 rows x 256, 192 or 128 columns, 64 contracted elements a stage. A tile never spans groups: rows at or past
+the group's end are computed from whatever follows (each row only reaches its own result) and not stored.
+
+Two divisions of work, as the configuration says:
+
+    shared     both consumer warpgroups on every tile of 256 or 128 columns, 64 rows each
+    in turn    (ping-pong) each on every other tile of 192 columns, all its rows: 192 sums a thread
 
 Roles, one CTA per SM, 384 threads, each role walking the same schedule:
     warp 0      loads x and W tiles by TMA
     warp 1      loads what the epilogue asked for (the saved pre-activation), piece by piece, by TMA
     warps 2, 3  zero the results' tail rows, offsets[G] to T, beside the products
-    warps 4-7, 8-11   two consumer warpgroups: 64 rows each, WGMMA, then the epilogue
+    warps 4-7, 8-11   two consumer warpgroups: WGMMA, then the epilogue
 
 Pipelines:
-    ring    warp 0 -> 8 consumer warps (one arrival each), `stages` deep, one transaction count for x and W boxes
+    ring    warp 0 -> the consumer warps of the tile, 8 or in turn 4 (one arrival each), `stages` deep, one transaction
+            count for x and W boxes; in turn, a warpgroup skips the stages of the other's tile
     extra   warp 1 -> the leading warp of each consumer warpgroup, two sets of pieces deep
+    turns   two named barriers of 256 threads: a warpgroup waits at its own before it multiplies; the other arrives
+            there when it has issued its last product, and once before the first tile
 
 Timeline of a tile: the ring runs ahead into the next tile while the consumers are in the epilogue; inside the main loop
-one WGMMA group stays in flight and the stage before it is released. The tensor cores idle during the epilogue only.
+one WGMMA group stays in flight and the stage before it is released. Shared, the tensor cores idle during the epilogue;
+in turn, they work for the other warpgroup.
 """
 
 from typing import Any, NamedTuple
@@ -38,20 +47,20 @@ from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.activation import Activate
 from cute_kernels.hopper.epilogues.dactivation import Differentiate
 from cute_kernels.hopper.epilogues.store import Store
-from cute_kernels.hopper.operand_views import rows_view, weight_view
+from cute_kernels.hopper.operand_views import partition, rows_view, weight_view
 from cute_kernels.hopper.schedule import locate, seek
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
 
 
 class Walk(NamedTuple):
-    """What a role needs to find its tiles."""
+    """What a role needs to find its tiles: number `first`, and each `step` numbers further."""
 
     offsets: Any
     groups: Any
     column_tiles: Any
-    cta: Any
-    ctas: Any
+    first: Any
+    step: Any
 
 
 class Ring(NamedTuple):
@@ -78,6 +87,7 @@ class GroupedGemm:
         self.dtype = DTYPES[options.dtype]
         self.tile_m, self.tile_n, self.tile_k, self.stages = config.tile_m, config.tile_n, config.tile_k, config.stages
         self.registers = config.producer_registers, config.consumer_registers
+        self.pingpong, self.strip = config.pingpong, config.strip
         self.contracts_rows, self.separate = options.contracts_rows, options.separate
         self.block = options.glu_interleave
         self.epilogue = make_epilogue(options)
@@ -103,7 +113,8 @@ class GroupedGemm:
         layout_x = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.stages)
         layout_w = sm90.make_smem_layout_b(w_major, tile, self.dtype, self.stages)
         layout_box = sm90.make_smem_layout_b(w_major, box, self.dtype, self.stages * self.boxes)
-        layout_staging = epilogue.staging_layout(CONSUMERS * self.epilogue.pieces, self.dtype)
+        cut = self.epilogue.cut
+        layout_staging = epilogue.staging_layout(CONSUMERS * self.epilogue.pieces, self.dtype, cut.cols)
         load = cpasync.CopyBulkTensorTileG2SOp()
         view = weight_view(w, self.boxes * self.passes, self.block, self.contracts_rows, self.separate)
         one_x, one_box = cute.slice_(layout_x, (None, None, 0)), cute.slice_(layout_box, (None, None, 0))
@@ -116,11 +127,12 @@ class GroupedGemm:
             atom_e, tma_e = cpasync.make_tiled_tma_atom(
                 load, saved, cute.slice_(one, (None, None, 0)), (epilogue.ROWS, epilogue.COLS)
             )
-        sinks = [epilogue.make_sink(*sink) for sink in self.epilogue.sinks(self.epilogue.Args(*epilogue_args))]
+        sinks = [epilogue.make_sink(cut, *sink) for sink in self.epilogue.sinks(self.epilogue.Args(*epilogue_args))]
         sinks += [(None, None)] * (2 - len(sinks))
         major = OperandMajorMode.MN if const_expr(self.contracts_rows) else OperandMajorMode.K
+        sharing = 1 if const_expr(self.pingpong) else CONSUMERS
         mma = sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (CONSUMERS, 1, 1), (64, self.tile_n)
+            self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (sharing, 1, 1), (64, self.tile_n)
         )
         bias_values = CONSUMERS * 2 * epilogue.HALF if const_expr(self.has_bias(epilogue_args)) else 8
 
@@ -188,7 +200,8 @@ class GroupedGemm:
         memory = cutlass_memory.SmemAllocator().allocate(self.Storage)
         fetched = CONSUMERS * self.epilogue.fetched * epilogue.ROWS * epilogue.COLS
         extra = self.make_pipe(memory.extra, self.epilogue.sets, CONSUMERS, fetched, True)
-        pipe = self.make_pipe(memory.ring, self.stages, 4 * CONSUMERS, (self.tile_m + self.tile_n) * self.tile_k, False)
+        readers = 4 if const_expr(self.pingpong) else 4 * CONSUMERS
+        pipe = self.make_pipe(memory.ring, self.stages, readers, (self.tile_m + self.tile_n) * self.tile_k, False)
         ring = Ring(
             memory.x.get_tensor(layout_x.outer, swizzle=layout_x.inner),
             memory.w.get_tensor(layout_w.outer, swizzle=layout_w.inner),
@@ -207,7 +220,7 @@ class GroupedGemm:
                 if warp == 1:
                     self.fetch(extra, Source(atom_e, tma_e), tiles, walk)
             if warp >= 2:
-                self.zero_tail(args, walk, thread - 64)
+                self.zero_tail(args, walk, cta * 64 + thread - 64, ctas * 64)
         if group_of_warps > 0:
             cute.arch.setmaxregister_increase(self.registers[1])
             consumer = group_of_warps - 1
@@ -237,14 +250,22 @@ class GroupedGemm:
             defer_sync=more_follow,
         )
 
+    def seek(self, walk: Walk, index, group, first):
+        """(group, first) of tile `index`; see `schedule`."""
+        return seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
+
+    def locate(self, walk: Walk, index, group, first):
+        """Where tile `index` lies."""
+        return locate(walk.offsets, walk.column_tiles, self.tile_m, self.strip, index, group, first)
+
     @cute.jit
     def produce(self, pipe, ring: Ring, x: Source, w: Source, table, walk: Walk):
         """Warp 0: fill the ring, tile after tile."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        index, group, first = Int32(walk.cta), Int32(0), Int32(0)
-        group, first = seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
+        index, group, first = Int32(walk.first), Int32(0), Int32(0)
+        group, first = self.seek(walk, index, group, first)
         while group < walk.groups:
-            tile = locate(walk.offsets, walk.column_tiles, self.tile_m, index, group, first)
+            tile = self.locate(walk, index, group, first)
             place = group
             if const_expr(self.separate):
                 place = table[group].to(Int32)
@@ -263,18 +284,18 @@ class GroupedGemm:
                         stage = self.boxes * state.index + part
                         cute.copy(w.atom, from_w[None, k, half + part], to_w[None, stage], tma_bar_ptr=full)
                     state.advance()
-            index += walk.ctas
-            group, first = seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
+            index += walk.step
+            group, first = self.seek(walk, index, group, first)
         pipe.producer_tail(state)
 
     @cute.jit
     def fetch(self, extra, saved: Source, tiles, walk: Walk):
         """Warp 1: the saved pre-activation of each tile into the staging tiles, gate and up for both warpgroups."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.epilogue.sets)
-        index, group, first = Int32(walk.cta), Int32(0), Int32(0)
-        group, first = seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
+        index, group, first = Int32(walk.first), Int32(0), Int32(0)
+        group, first = self.seek(walk, index, group, first)
         while group < walk.groups:
-            tile = locate(walk.offsets, walk.column_tiles, self.tile_m, index, group, first)
+            tile = self.locate(walk, index, group, first)
             rows = cute.domain_offset((tile.row, 0, 0), saved.tensor)
             saved_tiles = cute.local_tile(rows, (epilogue.ROWS, epilogue.COLS), (None, None, None))
             target, source = partition(saved.atom, tiles, saved_tiles)
@@ -288,40 +309,56 @@ class GroupedGemm:
                         column = tile.column_tile * wide + piece
                         cute.copy(saved.atom, source[None, consumer, column, half], target[None, at], tma_bar_ptr=full)
                 state.advance()
-            index += walk.ctas
-            group, first = seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
+            index += walk.step
+            group, first = self.seek(walk, index, group, first)
         extra.producer_tail(state)
 
     @cute.jit
-    def zero_tail(self, args, walk: Walk, worker):
+    def zero_tail(self, args, walk: Walk, worker, workers):
         """Warps 2 and 3: rows of no group become zero, 64 threads a CTA."""
         for out in self.epilogue.zeroed(args):
-            epilogue.zero_rows(out, walk.offsets[walk.groups], walk.cta * 64 + worker, walk.ctas * 64)
+            epilogue.zero_rows(out, walk.offsets[walk.groups], worker, workers)
 
     @cute.jit
     def consume(self, pipe, ring: Ring, extra, mma, room, args, walk: Walk, consumer):
-        """A consumer warpgroup: products of its 64 rows, then the epilogue, tile after tile."""
-        slice_of = mma.get_slice(consumer * 128)
+        """A consumer warpgroup: products of its rows, then the epilogue, tile after tile."""
+        slice_of = mma.get_slice(0 if const_expr(self.pingpong) else consumer * 128)
         fragment_x = mma.make_fragment_A(slice_of.partition_A(ring.x))
         fragment_w = mma.make_fragment_B(slice_of.partition_B(ring.w))
         acc = cute.make_rmem_tensor(slice_of.partition_shape_C((self.tile_m, self.tile_n)), Float32)
         sums = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         extra_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, max(1, self.epilogue.sets))
-        index, group, first = Int32(walk.cta), Int32(0), Int32(0)
-        group, first = seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
+        others = Int32(ring.tiles * self.passes)  # stages of a tile of the other warpgroup
+        if const_expr(self.pingpong):
+            walk = walk._replace(first=walk.first + consumer * walk.step, step=walk.step * CONSUMERS)
+            state.advance(consumer * others)
+            if consumer == 1:
+                self.turn(0).arrive()
+        index, group, first = Int32(walk.first), Int32(0), Int32(0)
+        group, first = self.seek(walk, index, group, first)
         while group < walk.groups:
-            whole = locate(walk.offsets, walk.column_tiles, self.tile_m, index, group, first)
-            tile = whole._replace(row=whole.row + consumer * epilogue.ROWS)
+            tile = self.locate(walk, index, group, first)
+            if const_expr(not self.pingpong):
+                tile = tile._replace(row=tile.row + consumer * epilogue.ROWS)
             held = self.epilogue.load(args, tile, room)
-            state = self.multiply(pipe, ring, state, mma, acc, fragment_x, fragment_w)
+            if const_expr(self.pingpong):
+                epilogue.wait_sent(room.leads, 0)
+                self.turn(consumer).arrive_and_wait()
+            state = self.multiply(pipe, ring, state, mma, acc, fragment_x, fragment_w, consumer)
             extra_state = self.epilogue.finish(args, held, sums, tile, room, extra, extra_state)
-            index += walk.ctas
-            group, first = seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
+            if const_expr(self.pingpong):
+                state.advance(others)
+            index += walk.step
+            group, first = self.seek(walk, index, group, first)
         epilogue.wait_sent(room.leads, 0)
 
+    def turn(self, consumer):
+        """The barrier at which a warpgroup waits to multiply and the other lets it."""
+        return pipeline.NamedBarrier(barrier_id=1 + CONSUMERS + consumer, num_threads=128 * CONSUMERS)
+
     @cute.jit
-    def multiply(self, pipe, ring: Ring, state, mma, acc, fragment_x, fragment_w):
+    def multiply(self, pipe, ring: Ring, state, mma, acc, fragment_x, fragment_w, consumer):
         """acc = the products of one tile; one WGMMA group stays in flight, the stage before it is released."""
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, False)
@@ -345,25 +382,22 @@ class GroupedGemm:
             pipe.consumer_release(used)
             used.advance()
             state.advance()
+        if const_expr(self.pingpong):
+            self.turn(1 - consumer).arrive()
         warpgroup.wait_group(0)
         pipe.consumer_release(used)
         return state
 
 
-def partition(atom, shared, tiles):
-    """(shared memory by stage, source by tile) as the TMA atom wants them."""
-    return cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-    )
-
-
 def make_epilogue(options: Options):
     """The epilogue object that the options ask for."""
+    config = options.config
+    cut = epilogue.Cut(config.tile_n, config.row_blocks(), config.piece_cols)
     if options.kind == "store":
-        return Store(options.config.tile_n, options.zero_tail)
+        return Store(cut, config.pieces, options.zero_tail)
     if options.kind == "act":
-        return Activate(options.activation, options.config.tile_n, options.glu_interleave, options.zero_tail)
-    return Differentiate(options.activation, options.config.tile_n, options.keeps, options.zero_tail)
+        return Activate(options.activation, cut, config.pieces, options.glu_interleave, options.zero_tail)
+    return Differentiate(options.activation, config.tile_n, options.keeps, options.zero_tail)
 
 
 def build(options: Options):

@@ -19,6 +19,7 @@ tensor's distance from the lowest in units of 16 bytes, comes from a table. It s
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
 
 ADDRESS_UNIT_BYTES = 16
 ADDRESS_UNITS = 2**31 - 1
@@ -65,3 +66,10 @@ def rows_view(x: cute.Tensor, halves: cutlass.Constexpr):
     columns = x.shape[1] // halves
     stride = (x.stride[0], 1, columns if const_expr(halves > 1) else 0)
     return cute.make_tensor(x.iterator, cute.make_layout((x.shape[0], columns, halves), stride=stride))
+
+
+def partition(atom, shared, tiles):
+    """(shared memory by stage, source by tile) as the TMA atom wants them."""
+    return cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+    )

@@ -3,6 +3,8 @@
 Shapes: offsets [G+1] int32, offsets[0] = 0, non-decreasing. A group of n rows has ceil(n / tile_m) row tiles, each
 with `col_tiles` column tiles; an empty group has none, and rows past offsets[G] have none. Tiles are numbered group by
 group, inside a group row by row, columns fastest: tiles that run at the same time share rows of x and most of a weight.
+Where column tiles lie in strips, a group is walked strip by strip, each as above: running tiles span fewer columns of
+more rows, and what they read together is less.
 CTA c of C takes tiles c, c + C, c + 2C, ...
 
 `seek` moves forward only. It is called by whole warps: 32 groups are looked at together (a scan over their tile
@@ -14,7 +16,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, range_constexpr
+from cutlass import Boolean, Int32, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 
@@ -76,11 +78,17 @@ def seek(offsets: cute.Tensor, groups, col_tiles, tile_m: cutlass.Constexpr, til
 
 
 @cute.jit
-def locate(offsets: cute.Tensor, col_tiles, tile_m: cutlass.Constexpr, tile, group, first):
-    """The coordinates of `tile`, which `seek` found in `group`."""
-    local = tile - first
-    row_tile = local // col_tiles
-    return Tile(group, offsets[group] + row_tile * tile_m, local - row_tile * col_tiles, offsets[group + 1])
+def locate(offsets: cute.Tensor, col_tiles, tile_m: cutlass.Constexpr, strip: cutlass.Constexpr, tile, group, first):
+    """The coordinates of `tile`, which `seek` found in `group`. strip: column tiles of a strip, 0 for all."""
+    local, left, width = tile - first, Int32(0), col_tiles
+    if const_expr(strip > 0):
+        whole = row_tiles(offsets, group, tile_m) * strip
+        left = (local // whole) * strip
+        local = local % whole
+        width = cutlass.min(col_tiles - left, strip)
+    row_tile = local // width
+    column_tile = left + local - row_tile * width
+    return Tile(group, offsets[group] + row_tile * tile_m, column_tile, offsets[group + 1])
 
 
 @dataclass(frozen=True)

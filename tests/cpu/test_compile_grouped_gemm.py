@@ -26,7 +26,8 @@ CLAMPED = Activation("clamped_swiglu", 7.0, 1.702, 1.0)
 
 def options(kind: str, columns: int = 1024, dtype: str = "bfloat16", **facts) -> Options:
     activation = facts.get("activation")
-    config = choose(kind, columns, activation is not None and activation.is_glu).config
+    gated = activation is not None and activation.is_glu
+    config = facts.pop("config", None) or choose(kind, columns, gated, facts.get("glu_interleave", 0)).config
     return Options(kind, dtype, config, contracts_rows=facts.pop("contracts_rows", kind == "dact"), **facts)
 
 
@@ -42,6 +43,18 @@ CASES = {
     "act_geglu": options("act", activation=Activation("geglu"), glu_interleave=32, factor="bfloat16"),
     "act_srelu_bias": options("act", activation=Activation("srelu"), has_bias=True),
     "act_gelu": options("act", activation=Activation("gelu"), has_bias=True, factor="float32"),
+    "store_turns": options("store", 960),
+    "store_turns_bias_scale": options("store", 1152, has_bias=True, factor="float32"),
+    "dgrad_turns": options("store", 1152, contracts_rows=True),
+    "dgrad_turns_interleaved_separate_fp16": options(
+        "store", 960, dtype="float16", contracts_rows=True, glu_interleave=32, separate=True
+    ),
+    "act_turns_swiglu": options("act", 1152, activation=SWIGLU, factor="float32"),
+    "act_turns_clamped_everything": options(
+        "act", 960, activation=CLAMPED, glu_interleave=32, separate=True, has_bias=True, factor="float32"
+    ),
+    "act_turns_gelu": options("act", 1152, activation=Activation("gelu"), has_bias=True, factor="float32"),
+    "act_turns_srelu_alone": options("act", 960, activation=Activation("srelu"), keeps=False),
     "dact_swiglu": options("dact", activation=SWIGLU, factor="float32", has_dprobs=True),
     "dact_clamped_separate": options("dact", activation=CLAMPED, separate=True, factor="float32", has_dprobs=True),
     "dact_gelu": options("dact", activation=Activation("gelu"), factor="float32", has_dprobs=True),
@@ -82,4 +95,5 @@ def test_compiles_without_spills_and_keeps_products_in_flight(case: str, tmp_pat
     assert waits == 2
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == waits, "ptxas serialised the WGMMA pipeline (C75xx)"
     products = len(re.findall(r"wgmma\.mma_async", compiled.__ptx__))
-    assert products == len(re.findall(r"\bHGMMA\b", sass)) == 2 * CASES[case].config.tile_k // 16
+    config = CASES[case].config
+    assert products == len(re.findall(r"\bHGMMA\b", sass)) == 2 * config.row_blocks() * config.tile_k // 16

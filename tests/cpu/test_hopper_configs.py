@@ -6,11 +6,13 @@ import pytest
 
 from cute_kernels.hopper.configs import SMEM_BYTES, Config, choose, deepest, grid_size
 
+TURNS = Config(tile_n=192, stages=5, pieces=3, piece_cols=32, pingpong=True, strip=8)
 CHOICES = [
-    choose(kind, columns, gated)
+    choose(kind, columns, gated, interleave)
     for kind in ("store", "act", "dact")
-    for columns in (8, 128, 136, 4096)
+    for columns in (8, 128, 136, 512, 4096)
     for gated in (False, True)
+    for interleave in (0, 32, 128)
 ]
 
 
@@ -22,14 +24,23 @@ def test_every_choice_runs_and_says_why(choice) -> None:
 
 
 def test_choices() -> None:
-    assert choose("store", 4096).config == Config(tile_n=256, stages=4, pieces=2)
+    assert choose("store", 4096).config == TURNS
+    assert choose("act", 4096, gated=True, glu_interleave=32).config == TURNS
+    assert choose("act", 4096).config == TURNS
+    assert choose("store", 1024).config == Config(tile_n=256, stages=4, pieces=2)  # 6 x 192 is 12 % more
     assert choose("store", 128).config.tile_n == 128
     assert choose("act", 16, gated=True).config.tile_n == 256  # 128 gate and 128 up columns, however few are real
+    assert choose("act", 4096, gated=True, glu_interleave=64).config.tile_n == 256  # 64 does not divide 96
     assert choose("dact", 4096, gated=True).config == Config(tile_n=256, stages=3, pieces=5)
     assert choose("dact", 4096).config == Config(tile_n=256, stages=3, pieces=3)
     assert choose("dact", 128, gated=True).config.tile_n == 128
     with pytest.raises(ValueError, match="kind"):
         choose("wgrad", 64)
+
+
+def test_turns_leave_each_warpgroup_a_whole_tile() -> None:
+    assert TURNS.row_blocks() == 2 and Config().row_blocks() == 1
+    assert TURNS.smem_bytes() <= SMEM_BYTES < Config(tile_n=192, stages=6, pieces=3, pingpong=True).smem_bytes()
 
 
 def test_deepest_leaves_no_room_for_another_stage() -> None:
@@ -46,6 +57,8 @@ def test_deepest_leaves_no_room_for_another_stage() -> None:
     [
         (Config(tile_m=64), "tile_m"),
         (Config(tile_n=192), "tile_n"),
+        (Config(tile_n=256, pingpong=True), "tile_n"),
+        (Config(piece_cols=16), "piece_cols"),
         (Config(tile_k=128), "tile_k"),
         (Config(stages=1), "stages"),
         (Config(consumer_registers=256), "registers"),

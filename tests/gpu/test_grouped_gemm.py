@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -31,6 +33,18 @@ def hopper(name: str):
 
 def ids(value: object) -> str | None:
     return value.encode() if isinstance(value, Activation) else None
+
+
+@pytest.fixture(params=["chosen", "cooperative"])
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Both divisions of work: as `choose` says, and with the warpgroups sharing every tile."""
+    from cute_kernels.hopper import configs, grouped_gemm
+
+    if request.param == "cooperative":
+        monkeypatch.setattr(configs, "MOST_PADDING", 0.0)
+    grouped_gemm._options.cache_clear()
+    yield request.param
+    grouped_gemm._options.cache_clear()
 
 
 def offsets_of(splits: Splits) -> torch.Tensor:
@@ -91,8 +105,8 @@ def check_tail(splits: Splits, *results: torch.Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("splits", (*SPLITS, RAGGED, MANY), ids=str)
-@pytest.mark.parametrize(("k", "n"), [(200, 392), (64, 256)])
-def test_store(splits: Splits, k: int, n: int) -> None:
+@pytest.mark.parametrize(("k", "n"), [(200, 392), (64, 2048)])
+def test_store(splits: Splits, k: int, n: int, variant: str) -> None:
     x, w, offsets = rows_of(splits, k), weights_of(splits, n, k), offsets_of(splits)
     poison((splits.rows, n))
     y = hopper("grouped_gemm")(x, w, offsets)
@@ -102,7 +116,7 @@ def test_store(splits: Splits, k: int, n: int) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("n", [8, 120, 1032])
-def test_store_with_bias_and_scale(dtype: torch.dtype, n: int) -> None:
+def test_store_with_bias_and_scale(dtype: torch.dtype, n: int, variant: str) -> None:
     x, w, offsets = rows_of(RAGGED, 136, dtype), weights_of(RAGGED, n, 136, dtype), offsets_of(RAGGED)
     bias = torch.randn(RAGGED.groups, n, device="cuda").to(dtype)
     scale = torch.rand(RAGGED.rows, device="cuda")
@@ -111,7 +125,7 @@ def test_store_with_bias_and_scale(dtype: torch.dtype, n: int) -> None:
         check(y, "grouped_gemm", x, w, offsets, bias, s)
 
 
-def test_store_reads_strided_rows() -> None:
+def test_store_reads_strided_rows(variant: str) -> None:
     x, w, offsets = rows_of(RAGGED, 400), weights_of(RAGGED, 264, 200), offsets_of(RAGGED)
     for part in (x[:, 200:], x[:, :200]):
         assert_bitwise_equal(
@@ -120,8 +134,9 @@ def test_store_reads_strided_rows() -> None:
 
 
 @pytest.mark.parametrize("splits", (*SPLITS, RAGGED, MANY), ids=str)
-def test_dgrad(splits: Splits) -> None:
-    dy, w, offsets = rows_of(splits, 392), weights_of(splits, 392, 328), offsets_of(splits)
+@pytest.mark.parametrize("k", [328, 2048])
+def test_dgrad(splits: Splits, k: int, variant: str) -> None:
+    dy, w, offsets = rows_of(splits, 200), weights_of(splits, 200, k), offsets_of(splits)
     dx = hopper("grouped_gemm_dgrad")(dy, w, offsets)
     check(dx, "grouped_gemm_dgrad", dy, w, offsets)
     check_tail(splits, dx)
@@ -129,7 +144,7 @@ def test_dgrad(splits: Splits) -> None:
 
 @pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
 @pytest.mark.parametrize("block", [1, 8, 32, 64, 128])
-def test_dgrad_interleaved(block: int, separate: bool) -> None:
+def test_dgrad_interleaved(block: int, separate: bool, variant: str) -> None:
     width = 384 if block == 128 else 320 if block >= 32 else 328
     dy, offsets = rows_of(RAGGED, 2 * width), offsets_of(RAGGED)
     w = weights_of(RAGGED, 2 * width, 136, separate=separate)
@@ -137,8 +152,9 @@ def test_dgrad_interleaved(block: int, separate: bool) -> None:
 
 
 @pytest.mark.parametrize("splits", (*SPLITS, RAGGED, MANY), ids=str)
-def test_act_swiglu(splits: Splits) -> None:
-    x, w, offsets = rows_of(splits, 72), weights_of(splits, 2 * 136, 72), offsets_of(splits)
+@pytest.mark.parametrize("width", [136, 1040])
+def test_act_swiglu(splits: Splits, width: int, variant: str) -> None:
+    x, w, offsets = rows_of(splits, 72), weights_of(splits, 2 * width, 72), offsets_of(splits)
     act, preact = hopper("grouped_gemm_act")(x, w, offsets, SWIGLU)
     check((act, preact), "grouped_gemm_act", x, w, offsets, SWIGLU)
     check_tail(splits, act, preact)
@@ -146,7 +162,7 @@ def test_act_swiglu(splits: Splits) -> None:
 
 @pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
 @pytest.mark.parametrize("block", INTERLEAVES)
-def test_act_interleaved(block: int, separate: bool) -> None:
+def test_act_interleaved(block: int, separate: bool, variant: str) -> None:
     width = 384 if block >= 32 else 328
     x, offsets = rows_of(RAGGED, 136), offsets_of(RAGGED)
     w = weights_of(RAGGED, 2 * width, 136, separate=separate)
@@ -157,7 +173,7 @@ def test_act_interleaved(block: int, separate: bool) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=ids)
-def test_act_kinds(activation: Activation) -> None:
+def test_act_kinds(activation: Activation, variant: str) -> None:
     n = 264 * activation.halves
     x, w, offsets = 2 * rows_of(RAGGED, 136), weights_of(RAGGED, n, 136), offsets_of(RAGGED)
     probs = torch.rand(RAGGED.rows, device="cuda").to(BF16)
@@ -223,7 +239,7 @@ def test_more_groups_than_torch_takes() -> None:
     check(hopper("grouped_gemm")(x, w, offsets, bias), "grouped_gemm", x, w, offsets, bias)
 
 
-def test_sm_margin_changes_nothing() -> None:
+def test_sm_margin_changes_nothing(variant: str) -> None:
     x, w, offsets = rows_of(RAGGED, 200), weights_of(RAGGED, 392, 200), offsets_of(RAGGED)
     whole = hopper("grouped_gemm")(x, w, offsets)
     for margin in (4, 131, 1000):

@@ -1,8 +1,8 @@
 """act = round(f(round(acc + b))·p): the activation of a product whose gate and up columns meet in one thread.
 
 args: (act [T, I], preact [T, 2I or I] or None, bias [G, 2I or I] or None, probs [T] or None). The pre-activation is
-rounded first, stored as `[gate | up]`, and f is computed in FP32 from the rounded value. A gated tile has 128 gate and
-128 up columns; an activation of one input has 256 columns in two halves.
+rounded first, stored as `[gate | up]`, and f is computed in FP32 from the rounded value. A gated tile is half gate
+columns, half up columns.
 
 The functions come from the module named as the activation, beside this one: `GATED`, `forward(facts, *inputs)` and
 `backward(facts, *inputs)` (value, then one slope an input), written on FP32 scalars. A new activation is a new file.
@@ -27,14 +27,16 @@ def functions(kind: str):
 class Activate:
     """Round to the pre-activation, store it if wanted, apply f and the row's factor, round, store."""
 
-    pieces = 2
     sets = fetched = 0
 
-    def __init__(self, facts, tile_n: int, glu_interleave: int, zero_tail: bool):
-        self.facts, self.tile_n, self.zero_tail = facts, tile_n, zero_tail
+    def __init__(self, facts, cut: epilogue.Cut, pieces: int, glu_interleave: int, zero_tail: bool):
+        self.facts, self.cut, self.pieces, self.zero_tail = facts, cut, pieces, zero_tail
         self.glu_interleave = glu_interleave
         self.curve = functions(facts.kind)
         self.gated = self.curve.GATED
+        self.half = cut.tile_n // 2
+        self.width = self.half if self.gated else cut.tile_n
+        """Columns of a tile within one half of the pre-activation, which are those of its act."""
 
     class Args(NamedTuple):
         act: cute.Tensor
@@ -54,54 +56,49 @@ class Activate:
             return ()
         return (args.act,) if args.preact is None else (args.act, args.preact)
 
-    def column(self, tile, index: int):
-        """The first column of piece `index` of the tile, within its half of the pre-activation."""
-        first = tile.column_tile * (epilogue.HALF if self.gated else self.tile_n)
-        return first + (index % 2 if self.gated else index) * epilogue.COLS
-
     def load(self, args, tile, room):
-        values, factors = None, None
-        width = args.act.shape[1]
+        values = None
         if args.bias is not None:
-            values = []
+            values, width = [], args.act.shape[1]
             for half in range(2):
-                column = self.column(tile, 2 * half) + room.thread
+                column = tile.column_tile * self.width + room.thread
                 if self.gated:
                     index = epilogue.bias_column(column, half, width, self.glu_interleave)
                 else:
-                    index = column
+                    index = column = column + half * self.half
                 values.append(epilogue.read_bias(args.bias, tile.group, index, column, width))
-        if args.probs is not None:
-            rows = (tile.row + room.row(), tile.row + room.row() + 8)
-            factors = [epilogue.row_factor(args.probs, row, tile.end) for row in rows]
-        return values, factors
+        return epilogue.held(self.cut, values, args.probs, tile, room)
 
     def finish(self, args, held, acc, tile, room, pipe, state):
-        values, factors = held
-        if values is not None:
-            epilogue.keep_bias(values, room)
-            epilogue.add_bias(acc, room, None)
         dtype = args.act.element_type
-        preact = epilogue.rounded_now(acc, dtype)
+        factors = epilogue.unheld(held, room)
+        preact = epilogue.rounded_now(self.cut, acc, None if args.bias is None else room, tile.end, dtype)
+        sent, zero = 0, None
+        if self.cut.blocks > 1:
+            zero = epilogue.meet(room.barrier, tile.end)
+            factors = epilogue.row_factors(self.cut, args.probs, tile, room, zero)
         if factors is not None:
             factors = [factor.to(dtype).to(Float32) for factor in factors]
-        sent = 0
-        for index in range(2 if self.gated else self.tile_n // epilogue.COLS):
-            inputs = [epilogue.part(preact, i, 32) for i in ((index, index + 2) if self.gated else (index,))]
-            column = self.column(tile, index)
+        for block, column in self.cut.places(self.width):
+            place = block, tile.column_tile * self.width + column
+            firsts = (column, column + self.half) if self.gated else (column,)
+            inputs = [self.cut.take(preact, block, first) for first in firsts]
+            if zero is not None:
+                inputs = [epilogue.not_before(zero, values) for values in inputs]
             if args.preact is not None:
                 for half, values in enumerate(inputs):
-                    epilogue.emit(values, sent % 2, room.sinks[1], tile, room, column, half)
+                    epilogue.emit(self.cut, values, sent, self.pieces, room.sinks[1], tile, room, place, half)
                     sent += 1
-            act = epilogue.rounded(self.apply(inputs, factors), dtype)
-            epilogue.emit(act, sent % 2, room.sinks[0], tile, room, column, 0)
+            act = epilogue.rounded(self.apply(inputs, block, factors), dtype)
+            zero = epilogue.emit(self.cut, act, sent, self.pieces, room.sinks[0], tile, room, place, 0)
             sent += 1
         return state
 
-    def apply(self, inputs, factors):
-        """f of 32 rounded inputs a thread, times the row's factor, in FP32."""
-        result = cute.make_rmem_tensor((32,), Float32)
-        for i in range(32):
+    def apply(self, inputs, block: int, factors):
+        """f of a piece of rounded inputs, times the row's factor, in FP32."""
+        count = cute.size(inputs[0])
+        result = cute.make_rmem_tensor((count,), Float32)
+        for i in range(count):
             value = self.curve.forward(self.facts, *(x[i].to(Float32) for x in inputs))
-            result[i] = value if factors is None else value * factors[(i // 2) % 2]
+            result[i] = value if factors is None else value * factors[2 * block + i // 2 % 2]
         return result

@@ -43,6 +43,7 @@ class Differentiate:
 
     def __init__(self, facts, tile_n: int, has_act: bool, zero_tail: bool):
         self.facts, self.tile_n, self.has_act, self.zero_tail = facts, tile_n, has_act, zero_tail
+        self.cut = epilogue.Cut(tile_n)
         self.curve = functions(facts.kind)
         self.halves = self.fetched = 2 if self.curve.GATED else 1
         self.pieces = self.sets * self.halves + 1

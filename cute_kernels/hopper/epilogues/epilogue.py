@@ -1,11 +1,12 @@
 """What every epilogue shares: from sums in registers to rows in global memory.
 
-A consumer warpgroup owns 64 rows of a tile. Thread t of its 128 holds rows r and r + 8, r = 16 (t // 32) + t % 32 // 4,
-and of every 8 columns the pair 2 (t % 4) + {0, 1}: element i of a 64 x 8n fragment is row r + 8 (i // 2 % 2), column
-8 (i // 4) + 2 (t % 4) + i % 2. So the gate half and the up half of a 64 x 256 fragment meet in one thread.
+A consumer warpgroup owns one or two blocks of 64 rows of a tile. Thread t of its 128 holds rows r and r + 8 of a block,
+r = 16 (t // 32) + t % 32 // 4, and of every 8 columns the pair 2 (t % 4) + {0, 1}: element i of a 64 x 8n fragment is
+row r + 8 (i // 2 % 2), column 8 (i // 4) + 2 (t % 4) + i % 2. So the gate half and the up half of a block meet in one
+thread. A second block's fragment follows the first's.
 
-Values leave in pieces of 64 rows x 64 columns: rounded, through a swizzled piece of shared memory, by TMA, while the
-next piece is formed. No row is tested: the descriptor of a result is ragged. Its rows are seen as
+Values leave in pieces of 64 rows x 64 or 32 columns: rounded, through a swizzled piece of shared memory, by TMA, while
+the next piece is formed. No row is tested: the descriptor of a result is ragged. Its rows are seen as
 
     (2^30, columns, halves, 2^31 - 1, 2^31 - 1) with strides (s, 1, columns, 2^34 - s, s)
 
@@ -15,6 +16,7 @@ rewritten. (The idea is public: Triton's ragged TMA.)
 
 Hooks, in the order the main loop calls them:
 
+    cut                     how the sums are cut into pieces
     pieces, sets, fetched   pieces of shared memory a warpgroup needs; sets of `fetched` pieces that the producer fills
     sinks(args)             the results that leave by TMA, each with its number of halves
     bias(args)              the bias tensor, or None
@@ -28,14 +30,15 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 ROWS, COLS = 64, 64
+"""A block of sums, and the piece it leaves in unless its Cut says otherwise."""
 HALF = 128
-"""Columns of one half of a gated tile: two pieces."""
+"""Bias values that a warpgroup keeps for each half of a tile, one a thread."""
 RAGGED_ROWS = 2**30
 FAR = 2**31 - 1
 
@@ -67,10 +70,32 @@ class Room(NamedTuple):
         return (self.thread // 32) * 16 + (self.thread % 32) // 4
 
 
-def staging_layout(pieces: int, dtype):
-    """`pieces` pieces of 64 x 64, 128-byte swizzled, one after another."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-    return cute.tile_to_shape(atom, (ROWS, COLS, pieces), (0, 1, 2))
+class Cut(NamedTuple):
+    """How a warpgroup's sums, `blocks` blocks of 64 rows x `tile_n` columns, are cut into pieces of 64 x `cols`."""
+
+    tile_n: int
+    blocks: int = 1
+    cols: int = COLS
+
+    def places(self, columns: int):
+        """(block, first column) of each piece of the first `columns` columns."""
+        return [(block, column) for block in range(self.blocks) for column in range(0, columns, self.cols)]
+
+    def sum_at(self, row: int, column: int) -> int:
+        """Which of a thread's sums is the first of its pair in row `row` of its 2 a block, columns `column` to + 8."""
+        return row // 2 * self.tile_n // 2 + column // 2 + row % 2 * 2
+
+    def take(self, values: cute.Tensor, block: int, column: int):
+        """A thread's values of the piece that starts there."""
+        start = block * self.tile_n // 2 + column // 2
+        return cute.make_tensor(values.iterator + start, cute.make_layout(self.cols // 2))
+
+
+def staging_layout(pieces: int, dtype, cols: int = COLS):
+    """`pieces` pieces one after another, swizzled over their rows of 128 or 64 bytes."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    atom = warpgroup.make_smem_layout_atom(kinds.K_SW128 if cols == COLS else kinds.K_SW64, dtype)
+    return cute.tile_to_shape(atom, (ROWS, cols, pieces), (0, 1, 2))
 
 
 def ragged_view(out: cute.Tensor, halves: int):
@@ -82,10 +107,11 @@ def ragged_view(out: cute.Tensor, halves: int):
     return cute.make_tensor(out.iterator, cute.make_layout(shape, stride=stride))
 
 
-def make_sink(out: cute.Tensor, halves: int):
+def make_sink(cut: Cut, out: cute.Tensor, halves: int):
     """(TMA atom, coordinates) that store pieces to `out`."""
-    one = cute.slice_(staging_layout(1, out.element_type), (None, None, 0))
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), ragged_view(out, halves), one, (ROWS, COLS))
+    one = cute.slice_(staging_layout(1, out.element_type, cut.cols), (None, None, 0))
+    box = (ROWS, cut.cols)
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), ragged_view(out, halves), one, box)
 
 
 def words(staging: cute.Tensor):
@@ -135,22 +161,65 @@ def here(word, *, loc=None, ip=None):
     )  # fmt: skip
 
 
-def rounded_now(values: cute.Tensor, dtype):
-    """`rounded`, all of it at once: left alone, the compiler rounds late, holds twice the registers and spills."""
-    result = rounded(values, dtype)
-    pairs = cute.make_tensor(cute.recast_ptr(result.iterator, dtype=Uint32), cute.make_layout(cute.size(result) // 2))
-    for i in range(cute.size(pairs)):
-        pairs[i] = here(pairs[i])
+def rounded_now(cut: Cut, acc: cute.Tensor, room, end, dtype):
+    """`rounded`, after adding the room's bias if one is given.
+
+    All of it at once: left alone, the compiler rounds late, holds twice the registers and spills. With two blocks it
+    would also read the whole bias first, so the warpgroup meets in between.
+    """
+    result = cute.make_rmem_tensor((cute.size(acc),), dtype)
+    pairs = cute.make_tensor(cute.recast_ptr(result.iterator, dtype=Uint32), cute.make_layout(cute.size(acc) // 2))
+    zero = Uint32(0)
+    for column in range(0, cut.tile_n, 8):
+        if room is not None:
+            if cut.blocks > 1 and column % 64 == 0 and column:
+                zero = meet(room.barrier, end)
+            add_bias(cut, acc, room, None, column, zero)
+        for row in range(2 * cut.blocks):
+            i = cut.sum_at(row, column)
+            pairs[i // 2] = here(packed(acc[i], acc[i + 1], dtype))
     return result
 
 
-def stage(values: cute.Tensor, piece: cute.Tensor, thread):
-    """A thread's 32 rounded values of a 64 x 64 fragment into a piece, four 8 x 8 matrices at a time."""
+@dsl_user_op
+def meet(barrier, end, *, loc=None, ip=None):
+    """All 128 threads of the barrier meet. Returns 0, which the compiler cannot know earlier."""
+    operands = [Int32(value).ir_value(loc=loc, ip=ip) for value in (barrier.barrier_id, end)]
+    text = """{
+        .reg .pred mine, any;
+        setp.lt.s32 mine, $2, 0;
+        barrier.cta.red.or.pred any, $1, 128, mine;
+        selp.b32 $0, 1, 0, any;
+    }"""
+    return Uint32(
+        llvm.inline_asm(
+            T.i32(), operands, text, "=r,r,r,~{memory}", has_side_effects=True, is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
+
+
+def not_before(zero, values: cute.Tensor):
+    """The same 16-bit values, once `meet` has returned `zero`.
+
+    Left alone, the compiler computes everything that leaves in later pieces before the first has left, and spills.
+    """
+    count = cute.size(values)
+    result = cute.make_rmem_tensor((count,), values.element_type)
+    source, target = (cute.recast_ptr(x.iterator, dtype=Uint32) for x in (values, result))
+    source, target = (cute.make_tensor(x, cute.make_layout(count // 2)) for x in (source, target))
+    for i in range(count // 2):
+        target[i] = source[i] ^ zero
+    return result
+
+
+def stage(cut: Cut, values: cute.Tensor, piece: cute.Tensor, thread):
+    """A thread's rounded values into a piece, four 8 x 8 matrices at a time."""
     dtype = values.element_type
     k_major = OperandMajorMode.K
-    mma = sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, COLS))
+    mma = sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, cut.cols))
     tiled = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype), mma)
-    fragment = cute.make_tensor(values.iterator, cute.make_layout(((2, 2, COLS // 8), 1, 1)))
+    fragment = cute.make_tensor(values.iterator, cute.make_layout(((2, 2, cut.cols // 8), 1, 1)))
     cute.copy(tiled, tiled.retile(fragment), tiled.get_slice(thread).partition_D(piece))
 
 
@@ -162,12 +231,20 @@ def wait_sent(leads, pending: cutlass.Constexpr):
 
 
 @cute.jit
-def send(leads, sink: Sink, piece: cute.Tensor, tile, column, half: cutlass.Constexpr):
+def send(
+    leads,
+    sink: Sink,
+    piece: cute.Tensor,
+    tile,
+    column,
+    half: cutlass.Constexpr,
+    cols: cutlass.Constexpr = COLS,
+):
     """The leading warp stores a piece to rows tile.row.. of its group, columns column.. of a half."""
     if leads:
         whole = sink.tensor[None, None, half, RAGGED_ROWS, tile.end]
         there = cute.domain_offset((RAGGED_ROWS - (tile.end - tile.row), column), whole)
-        target = cute.local_tile(there, (ROWS, COLS), (0, 0))
+        target = cute.local_tile(there, (ROWS, cols), (0, 0))
         source, target = cpasync.tma_partition(
             sink.atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(target, 0, 2)
         )
@@ -181,15 +258,39 @@ def close(leads):
         cute.arch.cp_async_bulk_commit_group()
 
 
-def emit(values, slot: int, sink: Sink, tile, room: Room, column, half: int):
-    """32 rounded values a thread leave through piece `slot`; the two slots take turns, one fills while one is read."""
-    wait_sent(room.leads, 1)
-    room.barrier.arrive_and_wait()
-    stage(values, room.piece(slot), room.thread)
+def emit(cut: Cut, values, number: int, slots: int, sink: Sink, tile, room: Room, place, half: int):
+    """Piece `number` of a tile, a thread's rounded values, leaves for `place` (block, column).
+
+    Two slots take turns, one fills while one is read. More are all free when the tile begins; then who leads waits
+    for the slot of the next piece before all meet, once a piece, and `meet`'s zero is returned.
+    """
+    block, column = place
+    piece = room.piece(number % slots)
+    if slots == 2:
+        wait_sent(room.leads, 1)
+        room.barrier.arrive_and_wait()
+    stage(cut, values, piece, room.thread)
     cute.arch.fence_proxy("async.shared", space="cta")
-    room.barrier.arrive_and_wait()
-    send(room.leads, sink, room.piece(slot), tile, column, half)
+    zero = None
+    if slots == 2:
+        room.barrier.arrive_and_wait()
+    else:
+        if number + 1 >= slots:
+            wait_sent(room.leads, slots - 2)
+        zero = meet(room.barrier, tile.end)
+    there = tile._replace(row=tile.row + block * ROWS) if block else tile
+    send(room.leads, sink, piece, there, column, half, cut.cols)
     close(room.leads)
+    return zero
+
+
+def row_factors(cut: Cut, factors, tile, room: Room, zero=0):
+    """The factors of this thread's rows, two a block, in FP32; None if there are none. zero: from `meet`."""
+    if factors is None:
+        return None
+    first = tile.row + room.row() + Int32(zero)
+    rows = [first + ROWS * block + step for block in range(cut.blocks) for step in (0, 8)]
+    return [row_factor(factors, row, tile.end) for row in rows]
 
 
 @cute.jit
@@ -236,19 +337,38 @@ def read_bias(bias: cute.Tensor, group, index, column, width):
 
 
 def keep_bias(values, room: Room):
-    """This thread's two bias values, of columns t and 128 + t of the tile, to shared memory for the whole warpgroup."""
+    """This thread's two bias values, of column t of the tile's halves, to shared memory for the whole warpgroup."""
     room.bias[room.thread] = values[0]
     room.bias[HALF + room.thread] = values[1]
     room.barrier.arrive_and_wait()
 
 
-def add_bias(acc: cute.Tensor, room: Room, factors):
-    """acc += factor of the row times bias of the column; `factors` holds the two rows', or is None for 1."""
+def held(cut: Cut, bias, factors, tile, room: Room):
+    """What is read before the products: two bias values and the factors of this thread's rows, each None if absent.
+
+    A warpgroup that holds two blocks has no registers to spare, but time: the bias goes to shared memory at once, the
+    factors are read after the products.
+    """
+    if cut.blocks > 1:
+        if bias is not None:
+            keep_bias(bias, room)
+        return None, None
+    return bias, row_factors(cut, factors, tile, room)
+
+
+def unheld(held, room: Room):
+    """After the products: what was held of the bias goes to shared memory, the factors that were held come back."""
+    if held[0] is not None:
+        keep_bias(held[0], room)
+    return held[1]
+
+
+def add_bias(cut: Cut, acc: cute.Tensor, room: Room, factors, column: int, zero=0):
+    """8 columns of acc += factor of the row times bias; `factors` holds the rows', or is None for 1."""
     pairs = cute.make_tensor(cute.recast_ptr(room.bias.iterator, dtype=Uint32), cute.make_layout(HALF))
-    for block in range(cute.size(acc) // 4):
-        values = unpacked(pairs[4 * block + room.thread % 4], room.bias.element_type)
-        for row in range(2):
-            for column in range(2):
-                value = values[column].to(Float32)
-                i = 4 * block + 2 * row + column
-                acc[i] = acc[i] + (value if factors is None else factors[row] * value)
+    half, inside = divmod(column, cut.tile_n // 2)
+    values = unpacked(pairs[(HALF * half + inside) // 2 + room.thread % 4 + Int32(zero)], room.bias.element_type)
+    for row in range(2 * cut.blocks):
+        for e in range(2):
+            i, value = cut.sum_at(row, column) + e, values[e].to(Float32)
+            acc[i] = acc[i] + (value if factors is None else factors[row] * value)

@@ -14,11 +14,10 @@ from cute_kernels.hopper.epilogues import epilogue
 class Store:
     """Round and store. zero_tail: the rows of no group become zero."""
 
-    pieces = 2
     sets = fetched = 0
 
-    def __init__(self, tile_n: int, zero_tail: bool):
-        self.tile_n, self.zero_tail = tile_n, zero_tail
+    def __init__(self, cut: epilogue.Cut, pieces: int, zero_tail: bool):
+        self.cut, self.pieces, self.zero_tail = cut, pieces, zero_tail
 
     class Args(NamedTuple):
         y: cute.Tensor
@@ -35,23 +34,23 @@ class Store:
         return (args.y,) if self.zero_tail else ()
 
     def load(self, args, tile, room):
-        values, factors = None, None
+        values = None
         if args.bias is not None:
-            width = args.bias.shape[1]
-            columns = [tile.column_tile * self.tile_n + epilogue.HALF * half + room.thread for half in range(2)]
+            width, half = args.bias.shape[1], self.cut.tile_n // 2
+            columns = [tile.column_tile * self.cut.tile_n + first + room.thread for first in (0, half)]
             values = [epilogue.read_bias(args.bias, tile.group, column, column, width) for column in columns]
-        if args.scale is not None:
-            rows = (tile.row + room.row(), tile.row + room.row() + 8)
-            factors = [epilogue.row_factor(args.scale, row, tile.end) for row in rows]
-        return values, factors
+        return epilogue.held(self.cut, values, args.scale, tile, room)
 
     def finish(self, args, held, acc, tile, room, pipe, state):
-        values, factors = held
-        if values is not None:
-            epilogue.keep_bias(values, room)
-            epilogue.add_bias(acc, room, factors)
+        factors = epilogue.unheld(held, room)
+        if self.cut.blocks > 1:
+            factors = epilogue.row_factors(self.cut, args.scale, tile, room)
+        if args.bias is not None:
+            for column in range(0, self.cut.tile_n, 8):
+                epilogue.add_bias(self.cut, acc, room, factors, column)
         y = epilogue.rounded(acc, args.y.element_type)
-        for index in range(self.tile_n // epilogue.COLS):
-            column = tile.column_tile * self.tile_n + index * epilogue.COLS
-            epilogue.emit(epilogue.part(y, index, 32), index % 2, room.sinks[0], tile, room, column, 0)
+        first = tile.column_tile * self.cut.tile_n
+        for number, (block, column) in enumerate(self.cut.places(self.cut.tile_n)):
+            values, place = self.cut.take(y, block, column), (block, first + column)
+            epilogue.emit(self.cut, values, number, self.pieces, room.sinks[0], tile, room, place, 0)
         return state
