@@ -89,6 +89,8 @@ def uses_device_offsets(x: Tensor, width: int, groups: int) -> bool:
 def _loop_product(x: Tensor, matrices: Sequence[Tensor], offsets: Tensor) -> Tensor:
     """FP32 [T, N]: x_g @ matrices[g] for the rows of each group, zero in the tail. Reads the offsets on the host."""
     y = _wide(x.new_empty(0)).new_zeros(x.shape[0], matrices[0].shape[1])
+    if x.shape[0] == 0:
+        return y
     bounds = offsets.tolist()
     for g, matrix in enumerate(matrices):
         rows = slice(bounds[g], bounds[g + 1])
@@ -131,7 +133,7 @@ def grouped_gemm(
         y = F.grouped_mm(x, stacked.transpose(1, 2), offs=offsets[1:])
         return torch.where(valid_rows(rows, offsets), y, 0)
     y = _loop_product(x, [w.t() for w in _groups(weights)], offsets)
-    if bias is not None:
+    if bias is not None and rows:
         bounds = offsets.tolist()
         for g in range(len(bounds) - 1):
             part = slice(bounds[g], bounds[g + 1])
@@ -154,6 +156,8 @@ def grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor, glu_interleave: int = 
     if uses_device_offsets(x, dy.shape[1], offsets.shape[0] - 1):
         dw = F.grouped_mm(dy.t(), x, offs=offsets[1:])
         dw = torch.where((offsets.diff() > 0)[:, None, None], dw, 0)
+    elif x.shape[0] == 0:
+        dw = x.new_zeros(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
     else:
         bounds = offsets.tolist()
         dw = x.new_empty(len(bounds) - 1, dy.shape[1], x.shape[1])
