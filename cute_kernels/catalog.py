@@ -30,9 +30,9 @@ ACTIVATIONS = KINDS
 GLU_ACTIVATIONS = GLU_KINDS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernel:
-    """A row: what the kernel is called, where it lives, and what it needs.
+    """A row: what the kernel is called, where it lives, and what it needs. Rows are constants, equal if the same.
 
     name: of the operator it implements. arch: the one architecture that it is compiled for.
     module: dotted name of its host side, loaded when first launched. limits: on the letters of one call.

@@ -127,7 +127,8 @@ class GroupedLinear(BasicOperation):
     @property
     def first_weight(self) -> Parameter:
         """`weight`, or `weight0`; it speaks for all in dtype, device and requires_grad."""
-        return self._held(self._weight_keys[:1])[0]
+        held = self._parameters.get(self._weight_keys[0])
+        return getattr(self, self._weight_keys[0]) if held is None else held
 
     def expert_weights(self) -> Iterator[Tensor]:
         """Each expert's [N, K] weight, as a view."""

@@ -3,7 +3,7 @@
 A Config is a value: hashable, printable, part of the key that a compiled kernel is cached under. `choose` is pure.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from cute_kernels.activation import Activation
@@ -93,6 +93,14 @@ class Options:
     keeps: bool = True
     has_dprobs: bool = False
     zero_tail: bool = True
+
+    def __post_init__(self) -> None:
+        facts = tuple(getattr(self, field.name) for field in fields(self))
+        object.__setattr__(self, "_hash", hash(facts))
+
+    def __hash__(self) -> int:
+        """Computed once: every launch looks its kernel up."""
+        return self._hash  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
