@@ -198,3 +198,21 @@ def test_dense_linear_rounds_once_fused_and_unfused() -> None:
         with as_if_on(arch):
             y = model(x)
         assert (y != once).float().mean() < 0.01  # sums in another order may cross a rounding boundary
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradcheck(activation: str) -> None:
+    """Numerical gradients in FP64 with respect to x, probs and every parameter; one group is empty, one row is tail."""
+    mlp = MLP(activation, hidden=4, intermediate=4, bias=True, scale_bias=True, interleave=2)
+    splits = Splits("small", (2, 0, 1), rows=4)
+    model = mlp.build(splits, "cpu", torch.float64)
+    names = [name for name, _ in model.named_parameters()]
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    probs = torch.rand(4, dtype=torch.float64, requires_grad=True)
+
+    def run(x: torch.Tensor, probs: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        values = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(model, values, (x, *mlp.extras(splits.tensor(), probs)))
+
+    parameters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    assert torch.autograd.gradcheck(run, (x, probs, *parameters), atol=1e-5)
