@@ -20,8 +20,6 @@ from cute_kernels.activation import Activation
 
 _LIBRARY = torch.library.Library("fusible_ops", "DEF")
 
-Kernels = Callable[..., object]
-
 
 def _hopper(name: str) -> Callable[..., object]:
     """The Hopper host function called `name`; imported when first used."""

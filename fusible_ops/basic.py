@@ -20,6 +20,7 @@ class Quantize(BasicOperation):
     """
 
     known_kwargs = ()
+    keeps_zero_rows = True
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()
@@ -42,6 +43,7 @@ class ConstantScale(BasicOperation):
     """y = scale·x, with a constant."""
 
     known_kwargs = ()
+    keeps_zero_rows = True
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -65,6 +67,7 @@ class Identity(BasicOperation):
     """y = x."""
 
     known_kwargs = ()
+    keeps_zero_rows = True
 
     def describe(self) -> OpSpec:
         return OpSpec("identity", self.name)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from cute_kernels import reference
 from cute_kernels.limits import dtype_name
 from cute_kernels.target import Target
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
@@ -50,8 +50,13 @@ class _Call:
         self.extra_inputs = extra_inputs
         self.kwargs = kwargs
         self.param_counts: list[int] = []
+        self.lead_splits: Tensor | None = None
+        """Splits of the first grouped linear, if ops come before it: rows of no group are zeroed for them."""
+        self.trail_splits: Tensor | None = None
+        """Splits of the last grouped linear, if ops after it would put values into rows of no group."""
 
     def forward(self, x: Tensor) -> Tensor:
+        x = _tokens_only(x, self.lead_splits)
         for step in self.steps:
             span = slice(step.start, step.stop)
             x, _ = step.op.fuser_forward(
@@ -62,7 +67,7 @@ class _Call:
                 next_op_input_quantizer=None,
                 basic_op_kwargs=self.kwargs[span],
             )
-        return x
+        return _tokens_only(x, self.trail_splits)
 
     def take_saved(self) -> list[Tensor | None]:
         """What all ops asked to keep, in order; the call itself keeps nothing."""
@@ -71,7 +76,8 @@ class _Call:
         self.extra_counts = [len(extras) for extras in self.extra_inputs]
         for ctx in self.contexts:
             ctx.to_save = ()
-        self.extra_inputs, self.kwargs = [], []
+        saved.append(self.trail_splits)
+        self.extra_inputs, self.kwargs, self.lead_splits, self.trail_splits = [], [], None, None
         return saved
 
     def backward(self, saved: Sequence[Tensor | None], grad: Tensor | None) -> list[Tensor | None]:
@@ -80,6 +86,8 @@ class _Call:
             for op, ctx in zip(step.op.fusible_parts(), self.contexts[step.start : step.stop], strict=True):
                 if ctx.requires_grad:
                     op.check_backward(ctx.owner)
+        if grad is not None:
+            grad = _tokens_only(grad, saved[-1])
         at = 0
         for ctx, count in zip(self.contexts, self.saved_counts, strict=True):
             ctx.saved_tensors = tuple(saved[at : at + count])
@@ -103,6 +111,15 @@ class _Call:
             if len(got) != wanted:
                 raise RuntimeError(f"an op returned {len(got)} parameter gradients, but it has {wanted} parameters")
         return [grad, *(g for grads in param_grads for g in grads), *(g for grads in extra_grads for g in grads)]
+
+
+def _tokens_only(t: Tensor, split_sizes: Tensor | None) -> Tensor:
+    """t [..., C] with the rows past the sum of the splits exactly zero; t itself if there are no splits."""
+    rows = t.shape[:-1].numel()
+    if split_sizes is None or t.dim() == 0 or rows == 0:
+        return t
+    tokens = reference.valid_rows(rows, reference.group_offsets(split_sizes, rows))
+    return torch.where(tokens.view(*t.shape[:-1], 1), t, 0)
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -132,15 +149,17 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _Call, *tensors: Tensor) -> Tensor:
-        y = call.forward(x)
-        y = _owned(y, x)
+        y = _owned(call.forward(x), x)
         ctx.call = call
         ctx.save_for_backward(*call.take_saved())
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "fusible_ops has no double backward: gradients cannot be taken with create_graph=True through these ops"
+            )
         with _without_autocast(grad_output.device):
             dx, *rest = ctx.call.backward(ctx.saved_tensors, grad_output)
         return dx, None, *rest
@@ -175,6 +194,10 @@ class OperationFuser:
             for name, op in zip(self.names, self.ops, strict=True)
             for _ in op.fusible_parts()
         ]
+        grouped = [i for i, op in enumerate(self.basic_ops) if op.split_sizes_slot is not None]
+        after = self.basic_ops[grouped[-1] + 1 :] if grouped else []
+        self._lead = grouped[0] if grouped and grouped[0] > 0 else None
+        self._trail = grouped[-1] if any(not op.keeps_zero_rows for op in after) else None
         for op in self.basic_ops:
             if op.num_extra_outputs:
                 raise NotImplementedError(f"{type(op).__name__} has extra outputs, which are not supported")
@@ -259,19 +282,24 @@ class OperationFuser:
         contexts = self._contexts(first, x.requires_grad, autocast_dtype, extras)
         kwargs = basic_op_kwargs or [{} for _ in self.basic_ops]
         call = _Call(self.steps(x, autocast_dtype), contexts, extras, kwargs)
+        call.lead_splits, call.trail_splits = self._splits_at(self._lead, extras), self._splits_at(self._trail, extras)
         with _without_autocast(x.device):
             if first == len(self.basic_ops):
                 with torch.no_grad():
-                    return call.forward(x)
+                    return _owned(call.forward(x), x)
             call.param_counts = [len(p) for p in params]
             return _Run.apply(x, call, *(p for ps in params for p in ps), *extra_inputs)
+
+    def _splits_at(self, index: int | None, extras: Sequence[Sequence[Tensor]]) -> Tensor | None:
+        """The split sizes that basic op `index` was given."""
+        return None if index is None else extras[index][self.basic_ops[index].split_sizes_slot]  # type: ignore[index]
 
     def _contexts(
         self, first: int, input_requires_grad: bool, autocast_dtype: torch.dtype | None, extras: list[Sequence[Tensor]]
     ) -> list[OperationContext]:
         """A context for each basic op; gradients flow from op `first` on."""
         contexts: list[OperationContext] = []
-        split_sizes = None
+        split_sizes = self._splits_at(self._lead, extras)
         for i, (op, owner) in enumerate(zip(self.basic_ops, self._owners, strict=True)):
             wanted = i > first or (i == first == 0 and input_requires_grad)
             ctx = OperationContext(i >= first, wanted, autocast_dtype, owner)

@@ -16,7 +16,7 @@ from cute_kernels import reference
 from cute_kernels.limits import dtype_name
 from fusible_ops import checks
 from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
-from fusible_ops.parameters import WeightGrad, accumulate_main_grads, as_bias, as_operands, main_grads, pack_
+from fusible_ops.parameters import Unchanged, WeightGrad, accumulate_main_grads, as_bias, as_operands, main_grads, pack_
 from patterns.chain import OpSpec
 
 
@@ -121,14 +121,17 @@ class GroupedLinear(BasicOperation):
         held = self._parameters
         try:
             return [held[key] for key in keys]  # type: ignore[misc]
-        except KeyError:  # parametrised or replaced by plain tensors: slower, by attribute
-            return [getattr(self, key) for key in keys]
+        except KeyError as missing:
+            raise RuntimeError(
+                f"{self.label()}: {missing} is no parameter of this op any more; parametrised weights are not "
+                "supported (their gradients would be lost), pass new values with torch.func.functional_call instead"
+            ) from None
 
     @property
     def first_weight(self) -> Parameter:
         """`weight`, or `weight0`; it speaks for all in dtype, device and requires_grad."""
         held = self._parameters.get(self._weight_keys[0])
-        return getattr(self, self._weight_keys[0]) if held is None else held
+        return self._held(self._weight_keys[:1])[0] if held is None else held
 
     def expert_weights(self) -> Iterator[Tensor]:
         """Each expert's [N, K] weight, as a view."""
@@ -237,10 +240,11 @@ class GroupedLinear(BasicOperation):
         scales = extras[1].reshape(-1) if self.scale_bias else None
         y = reference.grouped_gemm(x, weights, offsets, bias, scales)
         if ctx.requires_grad:
-            ctx.input_shape, ctx.num_weights = input_.shape, len(weights)
-            ctx.scales_require_grad = scales is not None and extras[1].requires_grad
+            ctx.input_shape = input_.shape
+            ctx.scales_shape = extras[1].shape if scales is not None and extras[1].requires_grad else None
+            ctx.unchanged = Unchanged(self.weight_parameters() if ctx.input_requires_grad else ())
             keep_x = x if self.weights_require_grad() else None
-            keep_bias = bias if ctx.scales_require_grad else None
+            keep_bias = bias if ctx.scales_shape is not None else None
             keep_weights = weights if ctx.input_requires_grad else []
             ctx.save_for_backward(keep_x, offsets, scales, keep_bias, *keep_weights)
         return y.view(*input_.shape[:-1], self.out_features), [()]
@@ -249,13 +253,16 @@ class GroupedLinear(BasicOperation):
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
+        ctx.unchanged.check(ctx.owner)
         x, offsets, scales, bias, *weights = ctx.saved_tensors
         dtype = ctx.compute_dtype(self.weight_dtype)
         dy = grad_output.reshape(-1, self.out_features).to(dtype).contiguous()
         dx = None
         if ctx.input_requires_grad:
             dx = reference.grouped_gemm_dgrad(dy, weights, offsets).view(ctx.input_shape)
-        dscales = reference.grouped_dscale(dy, bias, offsets) if ctx.scales_require_grad else None
+        dscales = None
+        if ctx.scales_shape is not None:
+            dscales = reference.grouped_dscale(dy, bias, offsets).view(ctx.scales_shape)
         grads = self.parameter_grads(reference, dy, x, offsets, scales)
         return dx, [grads], [[None, dscales] if self.scale_bias else [None]]
 

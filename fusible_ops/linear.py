@@ -108,6 +108,10 @@ class BasicLinear(BasicOperation):
         checks.last_dimension(owner, x, self.in_features)
         checks.same_device(owner, "the input", x, self.weight.device)
 
+    def check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], owner: str) -> None:
+        if "weight" not in self._parameters:
+            raise RuntimeError(f"{owner}: weight is no parameter any more; parametrised weights are not supported")
+
     def check_backward(self, owner: str) -> None:
         if self.accumulate_into_main_grad and self.weight.requires_grad:
             main_grads([self.weight], owner)
@@ -131,9 +135,9 @@ class BasicLinear(BasicOperation):
         if x is None:
             return dx, [None]
         x2d, dy2d = x.reshape(-1, self.in_features), dy.reshape(-1, self.out_features)
-        rows = torch.full((1,), x2d.shape[0], dtype=torch.int32, device=x.device)
         if not self.accumulate_into_main_grad:
             return dx, [dy2d.t() @ x2d]
+        rows = torch.full((1,), x2d.shape[0], dtype=torch.int32, device=x.device)
         grad = WeightGrad(reference, dy2d, x2d, reference.group_offsets(rows, x2d.shape[0]))
         return dx, accumulate_main_grads([self.weight], grad, ctx.owner)
 
@@ -213,6 +217,8 @@ class DenseLinear(FusedOperation):
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         bias_grads = self._bias.op_backward(basic_op_ctxs[1], grad_output)[1]
+        if not basic_op_ctxs[0].requires_grad:  # a frozen weight, and an input that wants no gradient
+            return None, [[None], list(bias_grads)], [(), ()]
         dx, weight_grads = self._linear.op_backward(basic_op_ctxs[0], grad_output)
         return dx, [list(weight_grads), list(bias_grads)], [(), ()]
 

@@ -23,9 +23,9 @@ class OperationContext:
 
     requires_grad: whether any gradient flows through this op. input_requires_grad: whether its input wants one.
     autocast_dtype: the dtype of an active `torch.autocast`, else None. owner: how errors call the op.
-    split_sizes: those of the grouped linear before this op in the run, if there is one; rows past their sum are no
-    tokens. Any further attribute may be attached; tensors go through `save_for_backward` and are in `saved_tensors`
-    during backward.
+    split_sizes: those of the grouped linear before this op in the run (for the first ops: after them), if there is one;
+    rows past their sum are no tokens. Any further attribute may be attached; tensors go through `save_for_backward` and
+    are in `saved_tensors` during backward.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class BasicOperation(FusibleOperation):
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     known_kwargs: tuple[str, ...] | None = None  # names that `op_kwargs` may hold; None: the op checks them itself
+    keeps_zero_rows: bool = False  # rows of zeros stay zero, and their gradients reach no parameter
     split_sizes_slot: int | None = (
         None  # which extra input says how many rows each group has; None: rows have no groups
     )

@@ -82,6 +82,25 @@ def as_bias(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack([p.detach() for p in parameters]).to(dtype)
 
 
+class Unchanged:
+    """Parameters as they are now; `check` raises if one was changed in place since.
+
+    Autograd sees such a change only where it kept the tensor itself; of a stacked view it sees the first one's.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._seen = [(p, p._version) for p in parameters]
+
+    def check(self, owner: str) -> None:
+        """RuntimeError if a parameter is at another version."""
+        for i, (p, version) in enumerate(self._seen):
+            if p._version != version:
+                raise RuntimeError(
+                    f"{owner}: weight {i} was changed in place between forward and backward (version {version}, now "
+                    f"{p._version}); its gradient would be wrong"
+                )
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Weight gradients
 
@@ -143,7 +162,7 @@ def accumulate_main_grads(weights: Sequence[Parameter], grad: WeightGrad, owner:
     """
     buffers = main_grads(weights, owner)
     accumulate = not getattr(weights[0], "overwrite_main_grad", False)
-    if all(_writable(buffer) for buffer in buffers):
+    if all(_writable(buffer) and buffer.dtype == buffers[0].dtype for buffer in buffers):
         grad.write(_stacked_if_packed(buffers), accumulate)
     else:
         for buffer, dw in zip(buffers, grad.compute(weights), strict=True):

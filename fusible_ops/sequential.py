@@ -46,8 +46,6 @@ class Sequential(nn.Module):
         on_unfused: str = "allow",
     ) -> None:
         super().__init__()
-        if on_unfused not in ON_UNFUSED:
-            raise ValueError(f"on_unfused must be one of {', '.join(ON_UNFUSED)}; got {on_unfused!r}")
         self.rules = check_rules(rules)
         self.on_unfused = on_unfused
         self._module_groups: list[Group] | None = None
@@ -128,6 +126,8 @@ class Sequential(nn.Module):
         self._module_groups = None
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "on_unfused" and value not in ON_UNFUSED:
+            raise ValueError(f"on_unfused must be one of {', '.join(ON_UNFUSED)}; got {value!r}")
         super().__setattr__(name, value)
         if isinstance(value, nn.Module) or name in ("rules", "on_unfused"):
             self._module_groups = None

@@ -24,7 +24,6 @@ from cute_kernels.limits import dtype_name
 
 MODULE = "cute_kernels.hopper.grouped_wgrad_kernel"
 NAME, ARCH = SM90_GROUPED_WGRAD.name, SM90_GROUPED_WGRAD.arch
-MOST_ROWS = 1 << 30  # the extent of a ragged dimension
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -66,8 +65,6 @@ def grouped_wgrad_(
     stacked = _check_out(out, groups, rows, columns, x)
     options = _options(x.dtype, out[0].dtype, rows, columns, glu_interleave, accumulate, not stacked)
     sms = multiprocessors(SM90_GROUPED_WGRAD, x.device)
-    if dy.shape[0] >= MOST_ROWS:
-        raise ValueError(f"{NAME}: T is {dy.shape[0]}, needs less than {MOST_ROWS}")
     if sm_margin < 0:
         raise ValueError(f"{NAME}: sm_margin is {sm_margin}, needs at least 0")
     if dy.shape[0] == 0:

@@ -10,6 +10,7 @@ from cute_kernels.limits import raise_refusal
 from cute_kernels.target import Target
 
 VECTOR_BYTES = 16
+MOST_ROWS = 1 << 30  # rows lie in ragged tensors of that extent
 
 _multiprocessors: dict[tuple[str, torch.device], int] = {}  # by kernel and device that fit each other
 
@@ -31,6 +32,8 @@ def check_offsets(name: str, offsets: Tensor, like: Tensor) -> int:
             f"{name}: offsets is {_told(offsets)}, needs contiguous int32 [G+1] with G >= 1 on {like.device}; "
             "group_offsets(split_sizes, rows) makes it"
         )
+    if like.shape[0] >= MOST_ROWS:
+        raise ValueError(f"{name}: T is {like.shape[0]}, needs less than {MOST_ROWS}")
     return offsets.shape[0] - 1
 
 

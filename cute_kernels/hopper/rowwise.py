@@ -16,7 +16,7 @@ from torch import Tensor
 from cute_kernels import launch
 from cute_kernels.activation import Activation
 from cute_kernels.catalog import SM90_DACT, SM90_GROUP_OFFSETS, SM90_GROUPED_DBIAS, SM90_GROUPED_DSCALE
-from cute_kernels.hopper.operands import check_offsets, check_shape, multiprocessors, readable
+from cute_kernels.hopper.operands import MOST_ROWS, check_offsets, check_shape, multiprocessors, readable
 from cute_kernels.limits import dtype_name
 
 MODULE = "cute_kernels.hopper.rowwise_kernel"
@@ -66,6 +66,8 @@ def group_offsets(split_sizes: Tensor, rows: int) -> Tensor:
         raise ValueError(f"{name}: split_sizes is {found}, needs int32 or int64 [G]")
     if split_sizes.shape[0] == 0:
         SM90_GROUP_OFFSETS.require(G=0)
+    if rows >= MOST_ROWS:
+        raise ValueError(f"{name}: T is {rows}, needs less than {MOST_ROWS}")
     multiprocessors(SM90_GROUP_OFFSETS, split_sizes.device)
     offsets = torch.empty(split_sizes.shape[0] + 1, dtype=torch.int32, device=split_sizes.device)
     kernel = launch.kernel(MODULE, _offsets_options(split_sizes.dtype), ARCH)

@@ -39,7 +39,7 @@ class FusedGroupedLinear(FusedOperation):
         rows = row_factor(scales, dtype)
         y = kernels.grouped_gemm(x, weights, offsets, bias, rows)
         if any(c.requires_grad for c in basic_op_ctxs):
-            ctx.input_shape, ctx.dtype = input_.shape, dtype
+            ctx.input_shape, ctx.dtype, ctx.unchanged = input_.shape, dtype, self.fc.unchanged()
             ctx.scales_shape = scales.shape if scales is not None and scales.requires_grad else None
             kept_x = x if self.fc.needs_weight_grad else None
             kept_bias = bias if ctx.scales_shape is not None else None
@@ -50,6 +50,8 @@ class FusedGroupedLinear(FusedOperation):
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
+        if ctx.input_requires_grad:
+            ctx.unchanged.check(ctx.owner)
         x, offsets, rows, bias, *weights = ctx.saved_tensors
         grads, extra_grads = no_grads(self.fusible_parts())
         dy = grad_output.reshape(-1, self.fc.out_features).to(ctx.dtype).contiguous()
@@ -96,7 +98,7 @@ class GroupedLinearActivation(FusedOperation):
             x, weights, offsets, activation, self.fc.bias(dtype), rows, block, save_preact=needs_grad
         )
         if needs_grad:
-            ctx.input_shape, ctx.dtype = input_.shape, dtype
+            ctx.input_shape, ctx.dtype, ctx.unchanged = input_.shape, dtype, self.fc.unchanged()
             ctx.probs_shape = probs.shape if probs is not None and probs.requires_grad else None
             ctx.save_for_backward(x if self.fc.needs_weight_grad else None, preact, offsets, rows, *weights)
         return y.view(*input_.shape[:-1], y.shape[1]), [()] * len(basic_op_ctxs)
@@ -105,6 +107,8 @@ class GroupedLinearActivation(FusedOperation):
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
+        if ctx.input_requires_grad:
+            ctx.unchanged.check(ctx.owner)
         x, preact, offsets, rows, *weights = ctx.saved_tensors
         grads, extra_grads = no_grads(self.fusible_parts())
         width = self.fc.out_features // self.act.activation.halves

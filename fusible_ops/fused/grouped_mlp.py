@@ -1,13 +1,15 @@
-"""GroupedMLP: linear, activation, linear as two kernels forward and five backward (without bias)."""
+"""GroupedMLP: linear, activation, linear as three kernels forward (one for offsets) and five backward without bias."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cute_kernels import ops as kernels
+from cute_kernels import reference
 from fusible_ops.activations import ScaledActivation
 from fusible_ops.fused.parts import activation_at, linear_at, no_grads, row_factor, same_values
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
@@ -51,8 +53,10 @@ class GroupedMLP(FusedOperation):
         offsets1 = self.fc1.offsets(kernels, x.shape[0], extras)
         offsets2 = offsets1 if same_values(splits1, splits2) else self.fc2.offsets(kernels, x.shape[0], extras)
         weights1, weights2 = self.fc1.operands(dtype), self.fc2.operands(dtype)
-        rows, factors = row_factor(probs, dtype), row_factor(self.fc2.scales(extras), dtype)
         scales = self.fc2.scales(extras)
+        rows, factors = row_factor(probs, dtype), row_factor(scales, dtype)
+        if rows is not None and offsets2 is not offsets1:  # rows that only FC2 has: their activations must stay zero
+            rows = torch.where(reference.valid_rows(x.shape[0], offsets1).squeeze(1), rows, 0)
         bias2 = self.fc2.bias(dtype)
         needs_grad = any(c.requires_grad for c in basic_op_ctxs)
         act, preact = kernels.grouped_gemm_act(
@@ -69,6 +73,7 @@ class GroupedMLP(FusedOperation):
         y = kernels.grouped_gemm(act, weights2, offsets2, bias2, factors)
         if needs_grad:
             ctx.same_offsets = offsets2 is offsets1
+            ctx.unchanged1, ctx.unchanged2 = self.fc1.unchanged(), self.fc2.unchanged()
             ctx.probs_require_grad = probs is not None and probs.requires_grad
             ctx.scales_require_grad = scales is not None and scales.requires_grad
             ctx.probs_shape = None if probs is None else probs.shape
@@ -91,6 +96,9 @@ class GroupedMLP(FusedOperation):
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
+        ctx.unchanged2.check(basic_op_ctxs[self.fc2.at].owner)
+        if ctx.input_requires_grad:
+            ctx.unchanged1.check(ctx.owner)
         x, preact, offsets1, offsets2, rows, scales, bias2, *weights = ctx.saved_tensors
         weights1, weights2 = weights[: ctx.num_weights1], weights[ctx.num_weights1 :]
         grads, extra_grads = no_grads(self.fusible_parts())

@@ -12,7 +12,7 @@ from fusible_ops.activations import ActivationOperation
 from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.linear import BasicLinear, Bias
 from fusible_ops.op import BasicOperation, ParamGrads
-from fusible_ops.parameters import WeightGrad, accumulate_main_grads, as_bias, as_operands, parameters_of
+from fusible_ops.parameters import Unchanged, WeightGrad, accumulate_main_grads, as_bias, as_operands, parameters_of
 
 Extras = Sequence[Sequence[Tensor]]
 
@@ -58,6 +58,9 @@ class GroupedPart:
     def operands(self, dtype: torch.dtype) -> list[Tensor]:
         return as_operands(self.op.weight_parameters(), dtype)
 
+    def unchanged(self) -> Unchanged:
+        return Unchanged(self.op.weight_parameters())
+
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         return as_bias(self.op.bias_parameters(), dtype) if self.op.has_bias else None
 
@@ -94,6 +97,9 @@ class DensePart:
 
     def operands(self, dtype: torch.dtype) -> list[Tensor]:
         return as_operands([self.op.weight], dtype)
+
+    def unchanged(self) -> Unchanged:
+        return Unchanged([self.op.weight])
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         return None if self.bias_op is None else as_bias([self.bias_op.bias], dtype)

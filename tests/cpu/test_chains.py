@@ -127,8 +127,10 @@ def test_two_linears_with_different_splits() -> None:
     for first, second in itertools.permutations([(4, 0, 9), (6, 7, 1), (0, 2, 2)], 2):
         splits = Splits("rows", first, 20)
         model = mlp.build(splits, "cpu", torch.float64)
-        x = torch.randn(20, mlp.hidden, dtype=torch.float64, requires_grad=True)
-        probs = torch.rand(20, dtype=torch.float64, requires_grad=True)
+        x, probs = torch.randn(20, mlp.hidden, dtype=torch.float64), torch.rand(20, dtype=torch.float64)
+        x[sum(first) :] = probs[sum(first) :] = float("nan")
+        x.requires_grad_()
+        probs.requires_grad_()
         s1, s2 = torch.tensor(first), torch.tensor(second)
         results = []
         for arch in ("cpu", "sm_90a"):
@@ -139,6 +141,7 @@ def test_two_linears_with_different_splits() -> None:
             grads = torch.autograd.grad(y.float().square().sum(), [x, probs, *model.parameters()])
             results.append([y.detach(), *grads])
         for unfused, fused in zip(*results, strict=True):
+            assert unfused.isfinite().all()
             error = (unfused - fused.double()).norm() / unfused.norm().clamp(min=1e-30)
             assert error < 0.05 and fused.isfinite().all()
 
@@ -216,3 +219,49 @@ def test_gradcheck(activation: str) -> None:
 
     parameters = [p.detach().clone().requires_grad_() for p in model.parameters()]
     assert torch.autograd.gradcheck(run, (x, probs, *parameters), atol=1e-5)
+
+
+def _tail_chains() -> list[tuple[str, ops.Sequential, int]]:
+    """Chains with ops before and after the grouped linear, and how many probs they take before and after the splits."""
+    factory = {"device": "cpu", "dtype": torch.float64}
+    make = lambda k, n: ops.GroupedLinear(3, k, n, **factory)  # noqa: E731
+    return [
+        ("activation first", ops.Sequential(ops.SwiGLU(), make(8, 16)), 0),
+        ("scaled activation first", ops.Sequential(ops.ScaledSwiGLU(), make(8, 16)), 1),
+        ("linear first", ops.Sequential(ops.Linear(16, 8, **factory), make(8, 16)), 0),
+        ("bias last", ops.Sequential(make(16, 16), ops.GELU(), ops.Bias(16, **factory)), 0),
+        ("linear last", ops.Sequential(make(16, 16), ops.Linear(16, 16, **factory)), 0),
+    ]
+
+
+@pytest.mark.parametrize(("name", "model", "leading_probs"), _tail_chains(), ids=lambda value: str(value)[:24])
+def test_tails_reach_nothing_wherever_the_grouped_linear_stands(name, model, leading_probs: int) -> None:
+    """Results with NaN in the tail equal those of the rows alone, and the tail of y, dx and dprobs is zero."""
+    for p in model.parameters():
+        torch.nn.init.normal_(p)
+    x, dy = (torch.randn(TAIL.rows, 16, dtype=torch.float64) for _ in range(2))
+    probs = torch.rand(TAIL.rows, dtype=torch.float64)
+    for t in (x, dy, probs):
+        t[TAIL.used :] = float("nan")
+    outcomes = []
+    for rows in (TAIL.rows, TAIL.used):
+        model.zero_grad()
+        leaf, weight = x[:rows].clone().requires_grad_(), probs[:rows].clone().requires_grad_()
+        y = model(leaf, *[weight] * leading_probs, TAIL.tensor())
+        y.backward(dy[:rows])
+        row_shaped = [y.detach(), leaf.grad, *[weight.grad] * leading_probs]
+        outcomes.append((row_shaped, [p.grad for p in model.parameters()]))
+    for long, short in zip(outcomes[0][0], outcomes[1][0], strict=True):
+        torch.testing.assert_close(long[: TAIL.used], short)
+        assert (long[TAIL.used :] == 0).all()
+    for long, short in zip(outcomes[0][1], outcomes[1][1], strict=True):
+        torch.testing.assert_close(long, short)
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm_90a"])
+def test_a_frozen_weight_with_a_trained_bias(arch: str) -> None:
+    model = ops.Sequential(ops.Linear(16, 8, device="cpu", dtype=torch.bfloat16))
+    model[0].weight.requires_grad_(False)
+    with as_if_on(arch):
+        model(torch.randn(5, 16).bfloat16()).sum().backward()
+    assert (model[0].bias.grad == 5).all() and model[0].weight.grad is None

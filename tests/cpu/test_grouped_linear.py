@@ -259,8 +259,33 @@ def test_odd_main_grad_buffers(kind: str) -> None:
     torch.testing.assert_close(op.weight2.main_grad.view(24, 16).float(), dy[3:].t() @ x[3:])
 
 
-def test_parametrised_weights_work() -> None:
-    op, x = _linear(bias=False), torch.randn(8, 16)
-    expected = op(x, SPLITS).detach()
-    nn.utils.parametrizations.weight_norm(op, "weight0", dim=0)
-    torch.testing.assert_close(op(x, SPLITS), expected)
+@pytest.mark.parametrize("name", ["weight0", "weight2"])
+def test_parametrised_weights_are_refused(name: str) -> None:
+    """Their originals would get no gradient, or a wrong one."""
+    op = _linear(bias=False)
+    nn.utils.parametrizations.weight_norm(op, name, dim=0)
+    with pytest.raises(RuntimeError, match="parametrised weights are not supported"):
+        op(X, SPLITS)
+    linear = ops.BasicLinear(16, 8, **CPU)
+    nn.utils.parametrizations.weight_norm(linear, "weight")
+    with pytest.raises(RuntimeError, match="parametrised weights are not supported"):
+        linear(X)
+
+
+@pytest.mark.parametrize("name", ["weight0", "weight2"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_weight_changed_before_backward_is_noticed(name: str, copied: bool) -> None:
+    op = copy.deepcopy(_linear()) if copied else _linear()
+    x = torch.randn(8, 16, requires_grad=True)
+    y = op(x, SPLITS)
+    with torch.no_grad():
+        getattr(op, name).mul_(2)
+    with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (2, 4), (8,)])
+def test_scales_of_any_shape_get_gradients_of_that_shape(shape: tuple[int, ...]) -> None:
+    op, scales = _linear(scale_bias=True), torch.rand(shape, requires_grad=True)
+    op(X, SPLITS, scales).sum().backward()
+    assert scales.grad.shape == shape
