@@ -94,10 +94,7 @@ class Spread(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; of the input, half of the channels come from the token before.
-
-    So a layer sees pairs of tokens from the start, and need not first find out how to look one token back: it learns
-    sooner, and two runs that differ by rounding stay closer together.
+    """Causal self-attention with rotary positions.
 
     On a GPU the kernel that PyTorch would choose for FP32 adds up the gradient of q in an order that varies from run to
     run. Plain matrix products, which a context this short allows, leave the order to no chance.
@@ -116,8 +113,6 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        here, before = x.chunk(2, dim=-1)
-        x = torch.cat([here, F.pad(before, (0, 0, 1, 0))[:, :-1]], dim=-1)
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         with sdpa_kernel(SDPBackend.MATH) if x.is_cuda else nullcontext():
             y = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True)
