@@ -122,11 +122,12 @@ def _tokens_only(t: Tensor, split_sizes: Tensor | None) -> Tensor:
     return torch.where(tokens.view(*t.shape[:-1], 1), t, 0)
 
 
-def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Ops choose their compute dtype themselves, so autocast must not touch the products inside them."""
-    if _autocast_dtype(device) is not None:
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
+_NOTHING = contextlib.nullcontext()
+
+
+def _without_autocast(device: torch.device, active: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Ops choose their compute dtype themselves, so autocast (`active`) must not touch the products inside them."""
+    return _NOTHING if active is None else torch.autocast(device.type, enabled=False)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -139,9 +140,13 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def _owned(y: Tensor, x: Tensor) -> Tensor:
     """y as a result that the caller may change in place: no view, and no memory of x (a run of identities)."""
-    if y is x or y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() != 0:
+    if y is x:
         return y.clone()
-    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+    if not y._is_view():
+        return y
+    if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() != 0:
+        return y.clone()
+    return torch.ops.aten._unsafe_view(y, y.shape)
 
 
 class _Run(torch.autograd.Function):
@@ -160,7 +165,7 @@ class _Run(torch.autograd.Function):
             raise RuntimeError(
                 "fusible_ops has no double backward: gradients cannot be taken with create_graph=True through these ops"
             )
-        with _without_autocast(grad_output.device):
+        with _without_autocast(grad_output.device, _autocast_dtype(grad_output.device)):
             dx, *rest = ctx.call.backward(ctx.saved_tensors, grad_output)
         return dx, None, *rest
 
@@ -283,7 +288,7 @@ class OperationFuser:
         kwargs = basic_op_kwargs or [{} for _ in self.basic_ops]
         call = _Call(self.steps(x, autocast_dtype), contexts, extras, kwargs)
         call.lead_splits, call.trail_splits = self._splits_at(self._lead, extras), self._splits_at(self._trail, extras)
-        with _without_autocast(x.device):
+        with _without_autocast(x.device, autocast_dtype):
             if first == len(self.basic_ops):
                 with torch.no_grad():
                     return _owned(call.forward(x), x)
