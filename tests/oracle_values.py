@@ -18,7 +18,7 @@ import hashlib
 
 import torch
 
-from cute_kernels.formats import E4M3, E5M2, Format, fp8_block, fp8_tensor, mxfp8, nvfp4
+from cute_kernels.quantization.formats import E4M3, E5M2, Format, fp8_block, fp8_tensor, mxfp8, nvfp4
 
 
 def values(rows: int, columns: int, seed: int = 0, low: int = -6, high: int = 3) -> torch.Tensor:

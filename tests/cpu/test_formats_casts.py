@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.casts import (
+from cute_kernels.quantization.casts import (
     cast_e2m1,
     cast_e8m0,
     cast_fp8,
@@ -14,8 +14,8 @@ from cute_kernels.casts import (
     pack_e2m1,
     unpack_e2m1,
 )
-from cute_kernels.formats import E4M3, E5M2, Element
-from cute_kernels.random_bits import philox, random_bytes, random_state
+from cute_kernels.quantization.formats import E4M3, E5M2, Element
+from cute_kernels.quantization.random_bits import philox, random_bytes, random_state
 from tests.compare import assert_bitwise_equal
 from tests.oracle_values import CASTS
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cute_kernels.formats import E4M3, E5M2, Format, fp8_block, fp8_tensor, mxfp8, nvfp4
-from cute_kernels.quantize import dequantize, quantize
-from cute_kernels.quantize_groups import (
+from cute_kernels.quantization.formats import E4M3, E5M2, Format, fp8_block, fp8_tensor, mxfp8, nvfp4
+from cute_kernels.quantization.groups import (
     GroupedQuantized,
     dequantize_groups,
     group_amax,
@@ -21,6 +20,7 @@ from cute_kernels.quantize_groups import (
     quantize_groups,
     unpad_groups,
 )
+from cute_kernels.quantization.quantize import dequantize, quantize
 from cute_kernels.reference import group_offsets
 from tests.cases import SPLITS, Splits
 from tests.compare import assert_bitwise_equal

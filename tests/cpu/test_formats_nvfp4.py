@@ -7,13 +7,18 @@ import inspect
 import pytest
 import torch
 
-from cute_kernels import hadamard
-from cute_kernels.casts import decode_e2m1, unpack_e2m1
-from cute_kernels.formats import nvfp4
-from cute_kernels.nvfp4_scales import block_decode_factor, block_encode_factor, block_scale, tensor_encode_scale
-from cute_kernels.quantize import Quantized, dequantize, quantize
-from cute_kernels.quantize_groups import dequantize_groups, pad_groups, quantize_groups
-from cute_kernels.random_bits import random_state
+from cute_kernels.quantization import hadamard
+from cute_kernels.quantization.casts import decode_e2m1, unpack_e2m1
+from cute_kernels.quantization.formats import nvfp4
+from cute_kernels.quantization.groups import dequantize_groups, pad_groups, quantize_groups
+from cute_kernels.quantization.nvfp4_scales import (
+    block_decode_factor,
+    block_encode_factor,
+    block_scale,
+    tensor_encode_scale,
+)
+from cute_kernels.quantization.quantize import Quantized, dequantize, quantize
+from cute_kernels.quantization.random_bits import random_state
 from tests.compare import assert_as_accurate, assert_bitwise_equal
 from tests.oracle_values import values
 

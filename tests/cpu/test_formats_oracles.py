@@ -8,9 +8,9 @@ import warnings
 import pytest
 import torch
 
-from cute_kernels.formats import E4M3, E5M2, Element, Format, fp8_block, mxfp8, nvfp4
-from cute_kernels.quantize import quantize
-from cute_kernels.scale_layout import swizzle_128x4, to_storage
+from cute_kernels.quantization.formats import E4M3, E5M2, Element, Format, fp8_block, mxfp8, nvfp4
+from cute_kernels.quantization.quantize import quantize
+from cute_kernels.quantization.scale_layout import swizzle_128x4, to_storage
 from tests.compare import assert_bitwise_equal
 from tests.oracle_values import (
     FP8_BLOCKS,

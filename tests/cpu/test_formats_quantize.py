@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from cute_kernels import hadamard
-from cute_kernels.casts import decode_e2m1, unpack_e2m1
-from cute_kernels.formats import E2M1, E4M3, E5M2, Format, fp8_block, fp8_tensor, mxfp8, nvfp4
-from cute_kernels.quantize import dequantize, quantize, quantize_blocks
-from cute_kernels.random_bits import random_state
-from cute_kernels.scale_layout import (
+from cute_kernels.quantization import hadamard
+from cute_kernels.quantization.casts import decode_e2m1, unpack_e2m1
+from cute_kernels.quantization.formats import E2M1, E4M3, E5M2, Format, fp8_block, fp8_tensor, mxfp8, nvfp4
+from cute_kernels.quantization.quantize import dequantize, quantize, quantize_blocks
+from cute_kernels.quantization.random_bits import random_state
+from cute_kernels.quantization.scale_layout import (
     from_storage,
     storage_shape,
     swizzle_128x4,

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cute_kernels import hadamard
-from cute_kernels.formats import E4M3, E5M2, Format, fp8_block, fp8_tensor, mxfp8, nvfp4
-from cute_kernels.quantize import dequantize, quantize
-from cute_kernels.quantize_groups import dequantize_groups, quantize_groups
-from cute_kernels.random_bits import random_bytes, random_state
+from cute_kernels.quantization import hadamard
+from cute_kernels.quantization.formats import E4M3, E5M2, Format, fp8_block, fp8_tensor, mxfp8, nvfp4
+from cute_kernels.quantization.groups import dequantize_groups, quantize_groups
+from cute_kernels.quantization.quantize import dequantize, quantize
+from cute_kernels.quantization.random_bits import random_bytes, random_state
+from cute_kernels.quantization.scale_layout import from_storage, swizzled_scale, to_storage
 from cute_kernels.reference import group_offsets
-from cute_kernels.scale_layout import from_storage, swizzled_scale, to_storage
 from tests.cases import SPLITS, Splits
 from tests.compare import assert_bitwise_equal
 from tests.models import no_host_sync

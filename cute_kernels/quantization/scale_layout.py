@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cute_kernels.formats import Format
-from cute_kernels.quantize import repeat
+from cute_kernels.quantization.formats import Format
+from cute_kernels.quantization.quantize import repeat
 
 
 def _round_up(size: int, multiple: int) -> int:

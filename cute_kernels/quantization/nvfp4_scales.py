@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels.casts import cast_fp8
+from cute_kernels.quantization.casts import cast_fp8
 
 LARGEST = 2688.0
 """6 · 448: what the largest magnitude of a tensor is scaled to."""

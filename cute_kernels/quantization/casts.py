@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import E2M1, E4M3, Element
+from cute_kernels.quantization.formats import E2M1, E4M3, Element
 
 E8M0_NAN = 255
 """The only E8M0 byte that is no power of two."""

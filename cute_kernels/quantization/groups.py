@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels import hadamard
-from cute_kernels.formats import Format
 from cute_kernels.limits import Refusal, raise_refusal
-from cute_kernels.quantize import (
+from cute_kernels.quantization import hadamard
+from cute_kernels.quantization.formats import Format
+from cute_kernels.quantization.quantize import (
     block_bytes,
     check,
     dequantize_blocks,

@@ -37,8 +37,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cute_kernels import hadamard, nvfp4_scales
-from cute_kernels.casts import (
+from cute_kernels.limits import Refusal, dtype_name, raise_refusal
+from cute_kernels.quantization import hadamard, nvfp4_scales
+from cute_kernels.quantization.casts import (
     cast_e2m1,
     cast_e8m0,
     cast_fp8,
@@ -47,9 +48,8 @@ from cute_kernels.casts import (
     pack_e2m1,
     unpack_e2m1,
 )
-from cute_kernels.formats import E8M0, FP32_POWER_OF_2, Format
-from cute_kernels.limits import Refusal, dtype_name, raise_refusal
-from cute_kernels.random_bits import random_bytes
+from cute_kernels.quantization.formats import E8M0, FP32_POWER_OF_2, Format
+from cute_kernels.quantization.random_bits import random_bytes
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes that can be quantised."""
