@@ -79,6 +79,9 @@ DEVICE_OFFSETS: tuple[Limit, ...] = (
 )
 """Limits of `torch.nn.functional.grouped_mm`. An unfused grouped product beyond them reads the splits on the host."""
 
+SEPARATE_SPAN_BYTES = 16 * (2**31 - 1)
+"""How far apart separate weights may lie: kernels address them from the lowest, in 16-byte units that fit 31 bits."""
+
 _DSL = (CUTLASS_DSL, TVM_FFI)
 _DTYPE = one_of("dtype", DTYPES)
 _ACTIVATION = one_of("activation", ACTIVATIONS)

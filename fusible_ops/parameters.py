@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from cute_kernels.catalog import SEPARATE_SPAN_BYTES
+
 
 def parameters_of(op: nn.Module) -> list[Parameter]:
     """`op.parameters()` as a list; walks over submodules only where there are some."""
@@ -54,7 +56,8 @@ def pack_(parameters: Sequence[Parameter]) -> None:
 def as_operands(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The parameters as kernels take them: `[one stacked tensor]`, or the separate tensors if they are not packed.
 
-    A dtype that differs from the parameters' (autocast) costs a cast copy.
+    A dtype that differs from the parameters' (autocast) costs a cast copy; tensors too far apart for the kernels are
+    stacked.
     """
     first = parameters[0]
     if len(parameters) == 1:
@@ -63,7 +66,11 @@ def as_operands(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor
     if are_packed(parameters):
         stacked = first.detach().as_strided((len(parameters), *first.shape), (first.numel(), *first.stride()))
         return [_readable(stacked, dtype)]
-    return [_readable(p.detach(), dtype) for p in parameters]
+    separate = [_readable(p.detach(), dtype) for p in parameters]
+    places = [t.data_ptr() for t in separate]
+    if max(places) - min(places) > SEPARATE_SPAN_BYTES:
+        return [torch.stack(separate)]
+    return separate
 
 
 def _readable(t: Tensor, dtype: torch.dtype) -> Tensor:

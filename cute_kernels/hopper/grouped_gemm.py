@@ -18,6 +18,7 @@ from torch import Tensor
 from cute_kernels import launch
 from cute_kernels.activation import Activation
 from cute_kernels.catalog import (
+    SEPARATE_SPAN_BYTES,
     SM90_GROUPED_GEMM,
     SM90_GROUPED_GEMM_ACT,
     SM90_GROUPED_GEMM_DACT,
@@ -32,8 +33,6 @@ from cute_kernels.limits import dtype_name
 MODULE = "cute_kernels.hopper.grouped_gemm_kernel"
 ARCH = SM90_GROUPED_GEMM.arch
 FACTOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SPAN_BYTES = VECTOR_BYTES * (2**31 - 1)
-"""Separate weights are addressed as distances from the lowest, in units of 16 bytes that fit 31 bits."""
 
 
 def grouped_gemm(
@@ -178,9 +177,9 @@ def _distances(name: str, places: tuple[int, ...]) -> tuple[int, tuple[int, ...]
     """(which address is lowest, distances from it in units of 16 bytes)."""
     lowest = min(places)
     span = max(places) - lowest
-    if span > SPAN_BYTES:
+    if span > SEPARATE_SPAN_BYTES:
         raise ValueError(
-            f"{name}: separate weights lie {span} bytes apart, needs at most {SPAN_BYTES} (32 GiB); "
+            f"{name}: separate weights lie {span} bytes apart, needs at most {SEPARATE_SPAN_BYTES} (32 GiB); "
             "allocate them together or stack them"
         )
     return places.index(lowest), tuple((place - lowest) // VECTOR_BYTES for place in places)

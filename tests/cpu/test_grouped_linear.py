@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fusible_ops as ops
+from fusible_ops import parameters
 from fusible_ops.parameters import are_packed
 from tests.compare import assert_bitwise_equal
 
@@ -58,6 +59,16 @@ def test_replaced_storage_is_used() -> None:
     for w in op.weight_parameters():
         w.data = torch.zeros_like(w)
     assert (op(x, SPLITS) == 0).all()
+
+
+def test_weights_too_far_apart_for_the_kernels_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = _linear(bias=False)
+    for w in op.weight_parameters():
+        w.data = w.data.clone()
+    assert len(parameters.as_operands(op.weight_parameters(), torch.float32)) == 3
+    monkeypatch.setattr(parameters, "SEPARATE_SPAN_BYTES", 16)
+    (stacked,) = parameters.as_operands(op.weight_parameters(), torch.float32)
+    assert_bitwise_equal(stacked, torch.stack([w.detach() for w in op.weight_parameters()]))
 
 
 @pytest.mark.parametrize("weight", [False, True])
