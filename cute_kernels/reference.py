@@ -194,9 +194,15 @@ def _row_groups(rows: int, offsets: Tensor) -> Tensor:
 def grouped_dbias(dy: Tensor, offsets: Tensor, scale: Tensor | None = None, glu_interleave: int = 0) -> Tensor:
     """db_g = Σ_rows s·dy; [G, N] FP32 (FP64 for FP64), zero for an empty group. No host sync, deterministic.
 
-    A one-hot product: the matrix [G, T] of row membership (times s) against dy, tail rows masked out of both.
+    On CUDA a one-hot product: the matrix [G, T] of row membership against s·dy, tail rows masked out of both. There an
+    infinite gradient of one group makes the others' NaN.
     """
     rows = dy.shape[0]
+    if not dy.is_cuda:
+        values = _wide(dy) if scale is None else _wide(dy) * _wide(scale)[:, None]
+        bounds = offsets.tolist()
+        sums = [values[bounds[g] : bounds[g + 1]].sum(0) for g in range(len(bounds) - 1)]
+        return interleave(torch.stack(sums), glu_interleave, 1)
     member = _row_groups(rows, offsets)[None, :] == torch.arange(offsets.shape[0] - 1, device=dy.device)[:, None]
     valid = valid_rows(rows, offsets)
     values = torch.where(valid, _wide(dy), 0)

@@ -20,7 +20,6 @@ from cute_kernels import reference
 from cute_kernels.limits import dtype_name
 from cute_kernels.target import Target
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
-from fusible_ops.parameters import parameters_of
 from patterns import RULES, Chain, Plan, Rule, explain, plan
 
 ON_UNFUSED = ("allow", "warn", "error")
@@ -54,9 +53,11 @@ class _Call:
         """Splits of the first grouped linear, if ops come before it: rows of no group are zeroed for them."""
         self.trail_splits: Tensor | None = None
         """Splits of the last grouped linear, if ops after it would put values into rows of no group."""
+        self.trail_offsets: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = _tokens_only(x, self.lead_splits)
+        rows = x.shape[:-1].numel()
+        x = _tokens_only(x, _offsets(self.lead_splits, rows))
         for step in self.steps:
             span = slice(step.start, step.stop)
             x, _ = step.op.fuser_forward(
@@ -67,7 +68,8 @@ class _Call:
                 next_op_input_quantizer=None,
                 basic_op_kwargs=self.kwargs[span],
             )
-        return _tokens_only(x, self.trail_splits)
+        self.trail_offsets = _offsets(self.trail_splits, rows)
+        return _tokens_only(x, self.trail_offsets)
 
     def take_saved(self) -> list[Tensor | None]:
         """What all ops asked to keep, in order; the call itself keeps nothing."""
@@ -76,8 +78,9 @@ class _Call:
         self.extra_counts = [len(extras) for extras in self.extra_inputs]
         for ctx in self.contexts:
             ctx.to_save = ()
-        saved.append(self.trail_splits)
-        self.extra_inputs, self.kwargs, self.lead_splits, self.trail_splits = [], [], None, None
+        saved.append(self.trail_offsets)
+        self.extra_inputs, self.kwargs = [], []
+        self.lead_splits = self.trail_splits = self.trail_offsets = None
         return saved
 
     def backward(self, saved: Sequence[Tensor | None], grad: Tensor | None) -> list[Tensor | None]:
@@ -86,6 +89,8 @@ class _Call:
             for op, ctx in zip(step.op.fusible_parts(), self.contexts[step.start : step.stop], strict=True):
                 if ctx.requires_grad:
                     op.check_backward(ctx.owner)
+                if ctx.unchanged is not None:
+                    ctx.unchanged.check(ctx.owner)
         if grad is not None:
             grad = _tokens_only(grad, saved[-1])
         at = 0
@@ -113,12 +118,16 @@ class _Call:
         return [grad, *(g for grads in param_grads for g in grads), *(g for grads in extra_grads for g in grads)]
 
 
-def _tokens_only(t: Tensor, split_sizes: Tensor | None) -> Tensor:
-    """t [..., C] with the rows past the sum of the splits exactly zero; t itself if there are no splits."""
+def _offsets(split_sizes: Tensor | None, rows: int) -> Tensor | None:
+    return None if split_sizes is None else reference.group_offsets(split_sizes, rows)
+
+
+def _tokens_only(t: Tensor, offsets: Tensor | None) -> Tensor:
+    """t [..., C] with the rows past the last group exactly zero; t itself if there are no groups."""
     rows = t.shape[:-1].numel()
-    if split_sizes is None or t.dim() == 0 or rows == 0:
+    if offsets is None or t.dim() == 0 or rows == 0:
         return t
-    tokens = reference.valid_rows(rows, reference.group_offsets(split_sizes, rows))
+    tokens = reference.valid_rows(rows, offsets)
     return torch.where(tokens.view(*t.shape[:-1], 1), t, 0)
 
 
@@ -282,9 +291,11 @@ class OperationFuser:
             op.check_call(x, own, owner)
             extras.append(own)
             at += op.num_extra_inputs
-        params = [parameters_of(op) for op in self.basic_ops]
+        params = [op.autograd_parameters() for op in self.basic_ops]
         first = self._first_op_requiring_grad(x, params, extras)
         contexts = self._contexts(first, x.requires_grad, autocast_dtype, extras)
+        for ctx, own_params in zip(contexts, params, strict=True):
+            ctx.wants = [p.requires_grad for p in own_params]
         kwargs = basic_op_kwargs or [{} for _ in self.basic_ops]
         call = _Call(self.steps(x, autocast_dtype), contexts, extras, kwargs)
         call.lead_splits, call.trail_splits = self._splits_at(self._lead, extras), self._splits_at(self._trail, extras)

@@ -109,6 +109,10 @@ class GroupedLinear(BasicOperation):
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
+    def autograd_parameters(self) -> list[Parameter]:
+        weights, biases = self.weight_parameters(), self.bias_parameters()
+        return [*biases, *weights] if self._biases_first else [*weights, *biases]
+
     def weight_parameters(self) -> list[Parameter]:
         """`[weight]`, or `[weight0, …]`."""
         return self._held(self._weight_keys)
@@ -242,7 +246,9 @@ class GroupedLinear(BasicOperation):
         if ctx.requires_grad:
             ctx.input_shape = input_.shape
             ctx.scales_shape = extras[1].shape if scales is not None and extras[1].requires_grad else None
-            ctx.unchanged = Unchanged(self.weight_parameters() if ctx.input_requires_grad else ())
+            read_weights = self.weight_parameters() if ctx.input_requires_grad else []
+            read_biases = self.bias_parameters() if ctx.scales_shape is not None else []
+            ctx.unchanged = Unchanged([*read_weights, *read_biases])
             keep_x = x if self.weights_require_grad() else None
             keep_bias = bias if ctx.scales_shape is not None else None
             keep_weights = weights if ctx.input_requires_grad else []
@@ -253,7 +259,6 @@ class GroupedLinear(BasicOperation):
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
-        ctx.unchanged.check(ctx.owner)
         x, offsets, scales, bias, *weights = ctx.saved_tensors
         dtype = ctx.compute_dtype(self.weight_dtype)
         dy = grad_output.reshape(-1, self.out_features).to(dtype).contiguous()
@@ -275,11 +280,11 @@ class GroupedLinear(BasicOperation):
         scales: Tensor | None = None,
         glu_interleave: int = 0,
     ) -> list[Tensor | None]:
-        """Gradients in `parameters()` order, or None for weights whose gradient went elsewhere or waits.
+        """Gradients in `autograd_parameters()` order, or None for weights whose gradient went elsewhere or waits.
 
         dy [T, N] (as `[gate | linear]` if glu_interleave), x [T, K] (None if the weights are frozen).
         """
-        if not self.weights_require_grad() or x is None:
+        if x is None:
             return [None] * (len(self._weight_keys) + len(self._bias_keys))
         weight_grads = self._weight_grads(WeightGrad(kernels, dy, x, offsets, glu_interleave))
         if not self.has_bias:
@@ -312,12 +317,13 @@ class GroupedLinear(BasicOperation):
         """Compute the oldest weight gradient that waits, into `main_grad` or added to `.grad`; nothing if none does."""
         if not self._delayed:
             return
-        grad, weights = self._delayed.popleft(), self.weight_parameters()
+        grad, weights = self._delayed[0], self.weight_parameters()
         with torch.no_grad():
             if self.accumulate_into_main_grad:
                 accumulate_main_grads(weights, grad, self.label())
             else:
                 for w, dw in zip(weights, grad.compute(weights), strict=True):
-                    w.grad = dw.to(w.dtype) if w.grad is None else w.grad + dw
+                    w.grad = (dw if w.grad is None else w.grad + dw).to(w.dtype)
+        self._delayed.popleft()  # only now: a call that raised may be repeated
         for hook in self._wgrad_hooks:
             hook()

@@ -125,12 +125,13 @@ class BasicLinear(BasicOperation):
         dtype = ctx.compute_dtype(self.weight.dtype)
         x, weight = input_.to(dtype), self.weight.detach().to(dtype)
         if ctx.requires_grad:
-            ctx.save_for_backward(x if self.weight.requires_grad else None, weight if ctx.input_requires_grad else None)
+            ctx.dtype = dtype
+            ctx.save_for_backward(x if ctx.wants[0] else None, weight if ctx.input_requires_grad else None)
         return F.linear(x, weight, None if bias is None else bias.to(dtype))
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
         x, weight = ctx.saved_tensors
-        dy = grad_output.to(ctx.compute_dtype(self.weight.dtype))
+        dy = grad_output.to(ctx.dtype)
         dx = dy @ weight if ctx.input_requires_grad else None
         if x is None:
             return dx, [None]
@@ -194,7 +195,7 @@ class Bias(BasicOperation):
         return input_ + self.bias.detach().to(ctx.compute_dtype(self.bias.dtype))
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
-        db = grad_output.reshape(-1, self.size).sum(0) if self.bias.requires_grad else None
+        db = grad_output.reshape(-1, self.size).sum(0) if ctx.wants[0] else None
         return grad_output, [db]
 
 

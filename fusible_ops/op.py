@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
+from fusible_ops.parameters import Unchanged, parameters_of
 from patterns.chain import OpSpec
 
 ParamGrads = Sequence[Tensor | None]
@@ -24,8 +26,10 @@ class OperationContext:
     requires_grad: whether any gradient flows through this op. input_requires_grad: whether its input wants one.
     autocast_dtype: the dtype of an active `torch.autocast`, else None. owner: how errors call the op.
     split_sizes: those of the grouped linear before this op in the run (for the first ops: after them), if there is one;
-    rows past their sum are no tokens. Any further attribute may be attached; tensors go through `save_for_backward` and
-    are in `saved_tensors` during backward.
+    rows past their sum are no tokens. wants: which parameters required a gradient at forward, in their order.
+    unchanged: parameters that backward reads; it raises before anything runs if one was changed in place.
+    Any further attribute may be attached; tensors go through `save_for_backward` and are in `saved_tensors` during
+    backward.
     """
 
     def __init__(
@@ -40,6 +44,8 @@ class OperationContext:
         self.autocast_dtype = autocast_dtype
         self.owner = owner
         self.split_sizes: Tensor | None = None
+        self.wants: list[bool] = []
+        self.unchanged: Unchanged | None = None
         self.to_save: tuple[Tensor | None, ...] = ()
         self.saved_tensors: tuple[Any, ...] = ()
 
@@ -121,6 +127,10 @@ class BasicOperation(FusibleOperation):
     def label(self) -> str:
         """How errors call this op where its place in a run is not known."""
         return f"{type(self).__name__} {self.name}".rstrip()
+
+    def autograd_parameters(self) -> list[Parameter]:
+        """The parameters in the order in which backward returns their gradients."""
+        return parameters_of(self)
 
     def check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], owner: str) -> None:
         """Raise for extra inputs, or parameters, that this op cannot take; called for all ops before any runs.

@@ -103,7 +103,7 @@ class Unchanged:
         for i, (p, version) in enumerate(self._seen):
             if p._version != version:
                 raise RuntimeError(
-                    f"{owner}: weight {i} was changed in place between forward and backward (version {version}, now "
+                    f"{owner}: parameter {i} was changed in place between forward and backward (version {version}, now "
                     f"{p._version}); its gradient would be wrong"
                 )
 

@@ -39,23 +39,22 @@ class FusedGroupedLinear(FusedOperation):
         rows = row_factor(scales, dtype)
         y = kernels.grouped_gemm(x, weights, offsets, bias, rows)
         if any(c.requires_grad for c in basic_op_ctxs):
-            ctx.input_shape, ctx.dtype, ctx.unchanged = input_.shape, dtype, self.fc.unchanged()
+            ctx.input_shape, ctx.dtype = input_.shape, dtype
+            ctx.unchanged = self.fc.unchanged() if ctx.input_requires_grad else None
             ctx.scales_shape = scales.shape if scales is not None and scales.requires_grad else None
-            kept_x = x if self.fc.needs_weight_grad else None
+            kept_x = x if ctx.wants[0] else None
             kept_bias = bias if ctx.scales_shape is not None else None
-            ctx.save_for_backward(kept_x, offsets, rows, kept_bias, *weights)
+            ctx.save_for_backward(kept_x, offsets, rows, kept_bias, *(weights if ctx.input_requires_grad else ()))
         return y.view(*input_.shape[:-1], self.fc.out_features), [()] * len(basic_op_ctxs)
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
-        if ctx.input_requires_grad:
-            ctx.unchanged.check(ctx.owner)
         x, offsets, rows, bias, *weights = ctx.saved_tensors
         grads, extra_grads = no_grads(self.fusible_parts())
         dy = grad_output.reshape(-1, self.fc.out_features).to(ctx.dtype).contiguous()
-        self.fc.put_grads(grads, kernels, dy, x, offsets, scales=rows)
+        self.fc.put_grads(basic_op_ctxs, grads, kernels, dy, x, offsets, scales=rows)
         if ctx.scales_shape is not None:
             extra_grads[0] = [None, kernels.grouped_dscale(dy, bias, offsets).view(ctx.scales_shape)]
         dx = None
@@ -91,24 +90,24 @@ class GroupedLinearActivation(FusedOperation):
         x = input_.reshape(-1, self.fc.in_features).to(dtype)
         offsets = self.fc.offsets(kernels, x.shape[0], extras)
         weights = self.fc.operands(dtype)
-        rows = row_factor(probs, dtype)
+        rows = self.fc.only_tokens(row_factor(probs, dtype), basic_op_ctxs[self.act_at])
         needs_grad = any(c.requires_grad for c in basic_op_ctxs)
         activation, block = self.act.activation, self.act.glu_interleave
         y, preact = kernels.grouped_gemm_act(
             x, weights, offsets, activation, self.fc.bias(dtype), rows, block, save_preact=needs_grad
         )
         if needs_grad:
-            ctx.input_shape, ctx.dtype, ctx.unchanged = input_.shape, dtype, self.fc.unchanged()
+            ctx.input_shape, ctx.dtype = input_.shape, dtype
+            ctx.unchanged = self.fc.unchanged() if ctx.input_requires_grad else None
             ctx.probs_shape = probs.shape if probs is not None and probs.requires_grad else None
-            ctx.save_for_backward(x if self.fc.needs_weight_grad else None, preact, offsets, rows, *weights)
+            kept = weights if ctx.input_requires_grad else ()
+            ctx.save_for_backward(x if ctx.wants[0] else None, preact, offsets, rows, *kept)
         return y.view(*input_.shape[:-1], y.shape[1]), [()] * len(basic_op_ctxs)
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
-        if ctx.input_requires_grad:
-            ctx.unchanged.check(ctx.owner)
         x, preact, offsets, rows, *weights = ctx.saved_tensors
         grads, extra_grads = no_grads(self.fusible_parts())
         width = self.fc.out_features // self.act.activation.halves
@@ -117,7 +116,7 @@ class GroupedLinearActivation(FusedOperation):
             dy, preact, offsets, rows, self.act.activation, need_dprobs=ctx.probs_shape is not None
         )
         block = self.act.glu_interleave
-        self.fc.put_grads(grads, kernels, dpreact, x, offsets, glu_interleave=block)
+        self.fc.put_grads(basic_op_ctxs, grads, kernels, dpreact, x, offsets, glu_interleave=block)
         if dprobs is not None:
             extra_grads[self.act_at] = [dprobs.view(ctx.probs_shape)]
         dx = None

@@ -55,6 +55,7 @@ class GroupedMLP(FusedOperation):
         weights1, weights2 = self.fc1.operands(dtype), self.fc2.operands(dtype)
         scales = self.fc2.scales(extras)
         rows, factors = row_factor(probs, dtype), row_factor(scales, dtype)
+        rows = self.fc1.only_tokens(rows, basic_op_ctxs[self.act_at])
         if rows is not None and offsets2 is not offsets1:  # rows that only FC2 has: their activations must stay zero
             rows = torch.where(reference.valid_rows(x.shape[0], offsets1).squeeze(1), rows, 0)
         bias2 = self.fc2.bias(dtype)
@@ -73,21 +74,26 @@ class GroupedMLP(FusedOperation):
         y = kernels.grouped_gemm(act, weights2, offsets2, bias2, factors)
         if needs_grad:
             ctx.same_offsets = offsets2 is offsets1
-            ctx.unchanged1, ctx.unchanged2 = self.fc1.unchanged(), self.fc2.unchanged()
+            ctx.fc1_wanted = ctx.wants[0]
+            ctx.fc2_wanted = basic_op_ctxs[self.fc2.at].wants[0]
+            ctx.unchanged = self.fc1.unchanged() if ctx.input_requires_grad else None
+            basic_op_ctxs[self.fc2.at].unchanged = self.fc2.unchanged()
             ctx.probs_require_grad = probs is not None and probs.requires_grad
             ctx.scales_require_grad = scales is not None and scales.requires_grad
             ctx.probs_shape = None if probs is None else probs.shape
             ctx.scales_shape = None if scales is None else scales.shape
-            ctx.input_shape, ctx.dtype, ctx.num_weights1 = input_.shape, dtype, len(weights1)
+            ctx.input_shape, ctx.dtype = input_.shape, dtype
+            kept1 = weights1 if ctx.input_requires_grad else []
+            ctx.num_weights1 = len(kept1)
             ctx.save_for_backward(
-                x if self.fc1.needs_weight_grad else None,
+                x if ctx.fc1_wanted else None,
                 preact,
                 offsets1,
                 offsets2,
                 rows,
                 factors,
                 bias2 if ctx.scales_require_grad else None,
-                *weights1,
+                *kept1,
                 *weights2,
             )
         return y.view(*input_.shape[:-1], self.fc2.out_features), [()] * len(basic_op_ctxs)
@@ -96,9 +102,6 @@ class GroupedMLP(FusedOperation):
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
-        ctx.unchanged2.check(basic_op_ctxs[self.fc2.at].owner)
-        if ctx.input_requires_grad:
-            ctx.unchanged1.check(ctx.owner)
         x, preact, offsets1, offsets2, rows, scales, bias2, *weights = ctx.saved_tensors
         weights1, weights2 = weights[: ctx.num_weights1], weights[ctx.num_weights1 :]
         grads, extra_grads = no_grads(self.fusible_parts())
@@ -110,13 +113,13 @@ class GroupedMLP(FusedOperation):
             preact,
             self.act.activation,
             rows,
-            need_act=self.fc2.needs_weight_grad,
+            need_act=ctx.fc2_wanted,
             need_dprobs=ctx.probs_require_grad,
             zero_tail=not ctx.same_offsets,
         )
-        self.fc2.put_grads(grads, kernels, dy, act, offsets2, scales=scales)
+        self.fc2.put_grads(basic_op_ctxs, grads, kernels, dy, act, offsets2, scales=scales)
         block = self.act.glu_interleave
-        self.fc1.put_grads(grads, kernels, dpreact, x, offsets1, glu_interleave=block)
+        self.fc1.put_grads(basic_op_ctxs, grads, kernels, dpreact, x, offsets1, glu_interleave=block)
         dx = None
         if ctx.input_requires_grad:
             dx = kernels.grouped_gemm_dgrad(dpreact, weights1, offsets1, block).view(ctx.input_shape)

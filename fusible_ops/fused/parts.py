@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels import reference
 from fusible_ops.activations import ActivationOperation
 from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.linear import BasicLinear, Bias
-from fusible_ops.op import BasicOperation, ParamGrads
-from fusible_ops.parameters import Unchanged, WeightGrad, accumulate_main_grads, as_bias, as_operands, parameters_of
+from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
+from fusible_ops.parameters import Unchanged, WeightGrad, accumulate_main_grads, as_bias, as_operands
 
 Extras = Sequence[Sequence[Tensor]]
 
@@ -45,10 +46,6 @@ class GroupedPart:
     def weight_dtype(self) -> torch.dtype:
         return self.op.weight_dtype
 
-    @property
-    def needs_weight_grad(self) -> bool:
-        return self.op.weights_require_grad()
-
     def offsets(self, kernels: Any, rows: int, extras: Extras) -> Tensor:
         return kernels.group_offsets(extras[self.at][0], rows)
 
@@ -67,8 +64,19 @@ class GroupedPart:
     def scales(self, extras: Extras) -> Tensor | None:
         return extras[self.at][1] if self.op.scale_bias else None
 
+    def only_tokens(self, probs: Tensor | None, act_ctx: OperationContext) -> Tensor | None:
+        """The probs of the activation after this linear: the kernels look at no row past the last group."""
+        return probs
+
     def put_grads(
-        self, grads: list[ParamGrads], kernels: Any, dy: Tensor, x: Tensor | None, offsets: Tensor, **layout: Any
+        self,
+        ctxs: Sequence[OperationContext],
+        grads: list[ParamGrads],
+        kernels: Any,
+        dy: Tensor,
+        x: Tensor | None,
+        offsets: Tensor,
+        **layout: Any,
     ) -> None:
         """Compute the parameters' gradients and put them in this op's place. `layout`: scales, glu_interleave."""
         grads[self.at] = self.op.parameter_grads(kernels, dy, x, offsets, **layout)
@@ -84,10 +92,6 @@ class DensePart:
     @property
     def weight_dtype(self) -> torch.dtype:
         return self.op.weight_dtype
-
-    @property
-    def needs_weight_grad(self) -> bool:
-        return self.op.weight.requires_grad
 
     def offsets(self, kernels: Any, rows: int, extras: Extras) -> Tensor:
         return kernels.group_offsets(torch.full((1,), rows, dtype=torch.int32, device=self.op.weight.device), rows)
@@ -107,8 +111,18 @@ class DensePart:
     def scales(self, extras: Extras) -> Tensor | None:
         return None
 
+    def only_tokens(self, probs: Tensor | None, act_ctx: OperationContext) -> Tensor | None:
+        """The probs of the activation after this linear, zero in rows that no grouped linear of the run has."""
+        if probs is None or act_ctx.split_sizes is None:
+            return probs
+        rows = probs.shape[0]
+        return torch.where(
+            reference.valid_rows(rows, reference.group_offsets(act_ctx.split_sizes, rows)).squeeze(1), probs, 0
+        )
+
     def put_grads(
         self,
+        ctxs: Sequence[OperationContext],
         grads: list[ParamGrads],
         kernels: Any,
         dy: Tensor,
@@ -118,13 +132,13 @@ class DensePart:
         glu_interleave: int = 0,
     ) -> None:
         weight = self.op.weight
-        if x is not None and weight.requires_grad:
+        if x is not None:
             grad = WeightGrad(kernels, dy, x, offsets, glu_interleave)
             if self.op.accumulate_into_main_grad:
                 grads[self.at] = accumulate_main_grads([weight], grad, self.op.label())
             else:
                 grads[self.at] = grad.compute([weight])
-        if self.bias_op is not None and self.bias_op.bias.requires_grad:
+        if self.bias_op is not None and ctxs[self.at + 1].wants[0]:
             grads[self.at + 1] = [kernels.grouped_dbias(dy, offsets, None, glu_interleave).to(dy.dtype).squeeze(0)]
 
 
@@ -153,4 +167,4 @@ def activation_at(ops: Sequence[BasicOperation], at: int) -> ActivationOperation
 
 def no_grads(ops: Sequence[BasicOperation]) -> tuple[list[ParamGrads], list[ParamGrads]]:
     """Empty places for the gradients of all parameters, and of all extra inputs."""
-    return [[None] * len(parameters_of(op)) for op in ops], [[None] * op.num_extra_inputs for op in ops]
+    return [[None] * len(op.autograd_parameters()) for op in ops], [[None] * op.num_extra_inputs for op in ops]

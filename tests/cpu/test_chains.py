@@ -221,6 +221,10 @@ def test_gradcheck(activation: str) -> None:
     assert torch.autograd.gradcheck(run, (x, probs, *parameters), atol=1e-5)
 
 
+def _dense_mlp(factory: dict, grouped: ops.GroupedLinear) -> ops.Sequential:
+    return ops.Sequential(ops.Linear(16, 16, **factory), ops.ScaledSwiGLU(), ops.Linear(8, 8, **factory), grouped)
+
+
 def _tail_chains() -> list[tuple[str, ops.Sequential, int]]:
     """Chains with ops before and after the grouped linear, and how many probs they take before and after the splits."""
     factory = {"device": "cpu", "dtype": torch.float64}
@@ -230,6 +234,7 @@ def _tail_chains() -> list[tuple[str, ops.Sequential, int]]:
         ("scaled activation first", ops.Sequential(ops.ScaledSwiGLU(), make(8, 16)), 1),
         ("linear first", ops.Sequential(ops.Linear(16, 8, **factory), make(8, 16)), 0),
         ("bias last", ops.Sequential(make(16, 16), ops.GELU(), ops.Bias(16, **factory)), 0),
+        ("dense mlp first", _dense_mlp(factory, make(8, 16)), 1),
         ("linear last", ops.Sequential(make(16, 16), ops.Linear(16, 16, **factory)), 0),
     ]
 
@@ -265,3 +270,39 @@ def test_a_frozen_weight_with_a_trained_bias(arch: str) -> None:
     with as_if_on(arch):
         model(torch.randn(5, 16).bfloat16()).sum().backward()
     assert (model[0].bias.grad == 5).all() and model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm_90a"])
+def test_probs_of_a_dense_activation_beside_a_grouped_linear(arch: str) -> None:
+    """NaN probs in rows of no group reach no weight, fused or not."""
+    factory = {"device": "cpu", "dtype": torch.bfloat16}
+    after = ops.Sequential(ops.GroupedLinear(2, 16, 16, **factory), ops.Linear(16, 32, **factory), ops.ScaledSwiGLU())
+    before = _dense_mlp(factory, ops.GroupedLinear(2, 8, 16, **factory))
+    splits, probs = torch.tensor([2, 3]), torch.rand(8)
+    probs[5:] = float("nan")
+    for model, extras in ((after, (splits, probs)), (before, (probs, splits))):
+        x = torch.randn(8, 16).bfloat16().requires_grad_()
+        with as_if_on(arch):
+            y = model(x, *extras)
+        y.sum().backward()
+        assert y.isfinite().all() and x.grad.isfinite().all()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm_90a"])
+def test_trainable_tensors_over_a_frozen_module(arch: str) -> None:
+    """torch.func.functional_call: what required a gradient at forward gets one."""
+    mlp = MLP(bias=True, scale_bias=True)
+    model = mlp.build(TAIL, "cpu", torch.bfloat16).requires_grad_(False)
+    dense = ops.Sequential(ops.Linear(16, 8, device="cpu", dtype=torch.bfloat16)).requires_grad_(False)
+    inputs = Inputs.random(TAIL, mlp.hidden, "cpu", torch.bfloat16)
+    calls = (
+        (model, (inputs.x, *mlp.extras(TAIL.tensor(), inputs.probs))),
+        (dense, (torch.randn(5, 16).bfloat16(),)),
+    )
+    for module, arguments in calls:
+        trainable = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+        with as_if_on(arch):
+            y = torch.func.functional_call(module, trainable, arguments)
+        y.nan_to_num().sum().backward()
+        assert all(t.grad is not None for t in trainable.values())

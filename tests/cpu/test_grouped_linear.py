@@ -302,3 +302,62 @@ def test_scales_of_any_shape_get_gradients_of_that_shape(shape: tuple[int, ...])
     op, scales = _linear(scale_bias=True), torch.rand(shape, requires_grad=True)
     op(X, SPLITS, scales).sum().backward()
     assert scales.grad.shape == shape
+
+
+def test_gradients_follow_the_experts_whatever_the_order_of_registration() -> None:
+    op = _linear(bias=False)
+    value = op.weight0
+    del op.weight0
+    op.weight0 = value
+    assert next(iter(op.parameters())) is op.weight1
+    op(X, torch.tensor([0, 0, 8])).sum().backward()
+    assert (op.weight0.grad == 0).all() and (op.weight1.grad == 0).all() and (op.weight2.grad != 0).any()
+
+
+def test_a_failed_backward_leaves_nothing_behind() -> None:
+    """The changed weight of the first linear is noticed before the second one's gradient is queued or added."""
+    first, second = copy.deepcopy(_linear(bias=False)), ops.GroupedLinear(3, 24, 8, delay_wgrad_compute=True, **CPU)
+    model = ops.Sequential(first, second)
+    y = model(torch.randn(8, 16, requires_grad=True), SPLITS, SPLITS)
+    with torch.no_grad():
+        first.weight1.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()
+    second.backward_dw()
+    assert second.weight0.grad is None
+
+
+def test_backward_dw_may_be_repeated_after_an_error() -> None:
+    op = _linear(bias=False, delay_wgrad_compute=True, accumulate_into_main_grad=True)
+    op(X, SPLITS).sum().backward()
+    with pytest.raises(RuntimeError, match="valid main_grad"):
+        op.backward_dw()
+    for w in op.weight_parameters():
+        w.main_grad = torch.zeros_like(w)
+    op.backward_dw()
+    assert (op.weight0.main_grad != 0).any()
+
+
+def test_a_bias_changed_before_the_scale_gradient_is_noticed() -> None:
+    op, scales = copy.deepcopy(_linear(scale_bias=True)), torch.rand(8, requires_grad=True)
+    y = op(X, SPLITS, scales)
+    with torch.no_grad():
+        op.bias1.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()
+
+
+def test_an_infinite_gradient_stays_in_its_group() -> None:
+    op, dy = _linear(), torch.ones(8, 24)
+    dy[0, 0] = float("inf")
+    op(X, SPLITS).backward(dy)
+    assert op.bias0.grad[0] == float("inf") and (op.bias2.grad == 5).all()
+
+
+def test_another_dtype_between_forward_and_backward() -> None:
+    linear = ops.Linear(16, 8, **CPU)
+    x = torch.randn(4, 16, requires_grad=True)
+    y = linear(x)
+    linear.double()
+    y.sum().backward()
+    assert x.grad.dtype == torch.float32 and x.grad.isfinite().all()
