@@ -76,6 +76,12 @@ def valid_rows(rows: int, offsets: Tensor) -> Tensor:
     return torch.arange(rows, device=offsets.device).unsqueeze(1) < offsets[-1]
 
 
+def tokens_only(t: Tensor, offsets: Tensor) -> Tensor:
+    """t [T] or [T, C] with the rows past offsets[G] exactly zero, whatever they held. No host sync."""
+    valid = valid_rows(t.shape[0], offsets)
+    return torch.where(valid if t.dim() == 2 else valid.squeeze(1), t, 0)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Products
 
@@ -131,7 +137,7 @@ def grouped_gemm(
             left, right = _bias_columns(bias, bias_scale, rows)
             x, stacked = torch.cat([x, left], 1), torch.cat([stacked, right], 2)
         y = F.grouped_mm(x, stacked.transpose(1, 2), offs=offsets[1:])
-        return torch.where(valid_rows(rows, offsets), y, 0)
+        return tokens_only(y, offsets)
     y = _loop_product(x, [w.t() for w in _groups(weights)], offsets)
     if bias is not None and rows:
         bounds = offsets.tolist()
@@ -146,7 +152,7 @@ def grouped_gemm_dgrad(dy: Tensor, weights: Sequence[Tensor], offsets: Tensor, g
     if uses_device_offsets(dy, weights[0].shape[-1], offsets.shape[0] - 1):
         stacked = deinterleave(_stacked(weights), glu_interleave, 1)
         dx = F.grouped_mm(dy, stacked, offs=offsets[1:])
-        return torch.where(valid_rows(dy.shape[0], offsets), dx, 0)
+        return tokens_only(dx, offsets)
     matrices = [deinterleave(w, glu_interleave, 0) for w in _groups(weights)]
     return _loop_product(dy, matrices, offsets).to(dy.dtype)
 
@@ -204,10 +210,9 @@ def grouped_dbias(dy: Tensor, offsets: Tensor, scale: Tensor | None = None, glu_
         sums = [values[bounds[g] : bounds[g + 1]].sum(0) for g in range(len(bounds) - 1)]
         return interleave(torch.stack(sums), glu_interleave, 1)
     member = _row_groups(rows, offsets)[None, :] == torch.arange(offsets.shape[0] - 1, device=dy.device)[:, None]
-    valid = valid_rows(rows, offsets)
-    values = torch.where(valid, _wide(dy), 0)
+    values = tokens_only(_wide(dy), offsets)
     if scale is not None:
-        values = values * torch.where(valid, _wide(scale)[:, None], 0)
+        values = values * tokens_only(_wide(scale), offsets)[:, None]
     return interleave(member.to(values.dtype) @ values, glu_interleave, 1)
 
 
@@ -215,8 +220,8 @@ def grouped_dscale(dy: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """ds_row = Σ_n dy[row, n]·b_g[n]; [T] FP32 (FP64 for FP64), zero in the tail. No host sync."""
     rows = dy.shape[0]
     groups = _row_groups(rows, offsets).clamp(max=bias.shape[0] - 1)
-    products = (_wide(dy) * _wide(bias)[groups]).sum(1, keepdim=True)
-    return torch.where(valid_rows(rows, offsets), products, 0).squeeze(1)
+    products = (_wide(dy) * _wide(bias)[groups]).sum(1)
+    return tokens_only(products, offsets)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -299,9 +304,7 @@ def dact(
 ) -> tuple[Tensor, Tensor | None]:
     """`activation_backward` with tail rows exactly zero, whatever they held."""
     dpreact, dprobs = activation_backward(dact, preact, activation, probs, need_dprobs)
-    valid = valid_rows(preact.shape[0], offsets)
-    masked = None if dprobs is None else torch.where(valid[:, 0], dprobs, 0)
-    return torch.where(valid, dpreact, 0), masked
+    return tokens_only(dpreact, offsets), None if dprobs is None else tokens_only(dprobs, offsets)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -324,7 +327,7 @@ def grouped_gemm_act(
     zero_tail: a kernel may leave the tail undefined where it is False; here it is zero either way.
     """
     preact = deinterleave(grouped_gemm(x, weights, offsets, bias), glu_interleave, 1)
-    act = torch.where(valid_rows(x.shape[0], offsets), activation_forward(preact, activation, probs), 0)
+    act = tokens_only(activation_forward(preact, activation, probs), offsets)
     return act, preact if save_preact else None
 
 
@@ -346,5 +349,5 @@ def grouped_gemm_dact(
     """
     grad = _loop_product(dy, _groups(weights), offsets)
     dpreact, dprobs = dact(grad, preact, offsets, probs, activation, need_dprobs)
-    act = torch.where(valid_rows(dy.shape[0], offsets), activation_forward(preact, activation, probs), 0)
+    act = tokens_only(activation_forward(preact, activation, probs), offsets)
     return dpreact, act if need_act else None, dprobs

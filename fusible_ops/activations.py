@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cute_kernels import reference
@@ -142,29 +141,27 @@ class ScaledActivation(ActivationOperation):
         ctx, scales = basic_op_ctxs[0], basic_op_extra_inputs[0][0]
         preact = self.plain_input(ctx, input_)
         rows = scales.reshape(preact.shape[:-1])
-        tokens = None
+        offsets = None
         if ctx.split_sizes is not None:  # rows of no group have zero pre-activations, but may have any scale
-            count = rows.numel()
-            offsets = reference.group_offsets(ctx.split_sizes, count)
-            tokens = reference.valid_rows(count, offsets).view(rows.shape)
-            rows = torch.where(tokens, rows, 0)
+            offsets = reference.group_offsets(ctx.split_sizes, rows.numel())
+            rows = reference.tokens_only(rows.reshape(-1), offsets).view(rows.shape)
         if ctx.requires_grad:
             ctx.scales_require_grad, ctx.scales_shape = scales.requires_grad, scales.shape
-            ctx.save_for_backward(preact, rows, tokens)
+            ctx.save_for_backward(preact, rows, offsets)
         return reference.activation_forward(preact, self.activation, rows), [()]
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
-        preact, rows, tokens = ctx.saved_tensors
+        preact, rows, offsets = ctx.saved_tensors
         dpreact, dscales = reference.activation_backward(
             grad_output, preact, self.activation, rows, need_dprobs=ctx.scales_require_grad
         )
         dx = reference.interleave(dpreact, self.glu_interleave, -1) if ctx.input_requires_grad else None
         if dscales is not None:
-            if tokens is not None:
-                dscales = torch.where(tokens, dscales, 0)
+            if offsets is not None:
+                dscales = reference.tokens_only(dscales.reshape(-1), offsets)
             dscales = dscales.view(ctx.scales_shape)
         return dx, [[]], [[dscales]]
 

@@ -127,8 +127,7 @@ def _tokens_only(t: Tensor, offsets: Tensor | None) -> Tensor:
     rows = t.shape[:-1].numel()
     if offsets is None or t.dim() == 0 or rows == 0:
         return t
-    tokens = reference.valid_rows(rows, offsets)
-    return torch.where(tokens.view(*t.shape[:-1], 1), t, 0)
+    return reference.tokens_only(t.reshape(rows, t.shape[-1]), offsets).view(t.shape)
 
 
 _NOTHING = contextlib.nullcontext()
@@ -203,11 +202,10 @@ class OperationFuser:
         self.basic_ops = [part for op in self.ops for part in op.fusible_parts()]
         self.num_extra_inputs = sum(op.num_extra_inputs for op in self.basic_ops)
         self._linears = [op for op in self.basic_ops if op.weight_dtype is not None]
-        self._owners = [
-            f"{type(op).__name__} {op.name or name}".rstrip()
-            for name, op in zip(self.names, self.ops, strict=True)
-            for _ in op.fusible_parts()
+        self._titles = [
+            f"{type(op).__name__} {op.name or name}".rstrip() for name, op in zip(self.names, self.ops, strict=True)
         ]
+        self._owners = [title for title, op in zip(self._titles, self.ops, strict=True) for _ in op.fusible_parts()]
         grouped = [i for i, op in enumerate(self.basic_ops) if op.split_sizes_slot is not None]
         after = self.basic_ops[grouped[-1] + 1 :] if grouped else []
         self._lead = grouped[0] if grouped and grouped[0] > 0 else None
@@ -221,8 +219,7 @@ class OperationFuser:
     def _check_widths(self) -> None:
         """ValueError where an op cannot take what the op before it gives."""
         width, source = None, ""
-        for name, op in zip(self.names, self.ops, strict=True):
-            title = f"{type(op).__name__} {op.name or name}".rstrip()
+        for title, op in zip(self._titles, self.ops, strict=True):
             for part in op.fusible_parts():
                 wanted = part.input_width()
                 if width is not None and wanted is not None and wanted != width:

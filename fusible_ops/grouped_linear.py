@@ -244,12 +244,12 @@ class GroupedLinear(BasicOperation):
         scales = extras[1].reshape(-1) if self.scale_bias else None
         y = reference.grouped_gemm(x, weights, offsets, bias, scales)
         if ctx.requires_grad:
-            ctx.input_shape = input_.shape
+            ctx.input_shape, ctx.dtype = input_.shape, dtype
             ctx.scales_shape = extras[1].shape if scales is not None and extras[1].requires_grad else None
             read_weights = self.weight_parameters() if ctx.input_requires_grad else []
             read_biases = self.bias_parameters() if ctx.scales_shape is not None else []
             ctx.unchanged = Unchanged([*read_weights, *read_biases])
-            keep_x = x if self.weights_require_grad() else None
+            keep_x = x if ctx.wants[0] else None
             keep_bias = bias if ctx.scales_shape is not None else None
             keep_weights = weights if ctx.input_requires_grad else []
             ctx.save_for_backward(keep_x, offsets, scales, keep_bias, *keep_weights)
@@ -260,8 +260,7 @@ class GroupedLinear(BasicOperation):
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
         x, offsets, scales, bias, *weights = ctx.saved_tensors
-        dtype = ctx.compute_dtype(self.weight_dtype)
-        dy = grad_output.reshape(-1, self.out_features).to(dtype).contiguous()
+        dy = grad_output.reshape(-1, self.out_features).to(ctx.dtype).contiguous()
         dx = None
         if ctx.input_requires_grad:
             dx = reference.grouped_gemm_dgrad(dy, weights, offsets).view(ctx.input_shape)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_kernels import ops as kernels
 from fusible_ops.activations import ScaledActivation
-from fusible_ops.fused.parts import activation_at, linear_at, no_grads, row_factor
+from fusible_ops.fused.parts import activation_at, linear_at, no_grads, probs_of_tokens, row_factor
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
 
 
@@ -90,7 +90,9 @@ class GroupedLinearActivation(FusedOperation):
         x = input_.reshape(-1, self.fc.in_features).to(dtype)
         offsets = self.fc.offsets(kernels, x.shape[0], extras)
         weights = self.fc.operands(dtype)
-        rows = self.fc.only_tokens(row_factor(probs, dtype), basic_op_ctxs[self.act_at])
+        rows = row_factor(probs, dtype)
+        if self.fc.covers_all_rows:
+            rows = probs_of_tokens(rows, basic_op_ctxs[self.act_at])
         needs_grad = any(c.requires_grad for c in basic_op_ctxs)
         activation, block = self.act.activation, self.act.glu_interleave
         y, preact = kernels.grouped_gemm_act(

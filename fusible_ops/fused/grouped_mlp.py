@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cute_kernels import ops as kernels
-from cute_kernels import reference
 from fusible_ops.activations import ScaledActivation
-from fusible_ops.fused.parts import activation_at, linear_at, no_grads, row_factor, same_values
+from fusible_ops.fused.parts import activation_at, linear_at, no_grads, probs_of_tokens, row_factor, same_values
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
 
 
@@ -55,9 +53,8 @@ class GroupedMLP(FusedOperation):
         weights1, weights2 = self.fc1.operands(dtype), self.fc2.operands(dtype)
         scales = self.fc2.scales(extras)
         rows, factors = row_factor(probs, dtype), row_factor(scales, dtype)
-        rows = self.fc1.only_tokens(rows, basic_op_ctxs[self.act_at])
-        if rows is not None and offsets2 is not offsets1:  # rows that only FC2 has: their activations must stay zero
-            rows = torch.where(reference.valid_rows(x.shape[0], offsets1).squeeze(1), rows, 0)
+        if self.fc1.covers_all_rows or offsets2 is not offsets1:
+            rows = probs_of_tokens(rows, basic_op_ctxs[self.act_at])
         bias2 = self.fc2.bias(dtype)
         needs_grad = any(c.requires_grad for c in basic_op_ctxs)
         act, preact = kernels.grouped_gemm_act(
@@ -74,8 +71,6 @@ class GroupedMLP(FusedOperation):
         y = kernels.grouped_gemm(act, weights2, offsets2, bias2, factors)
         if needs_grad:
             ctx.same_offsets = offsets2 is offsets1
-            ctx.fc1_wanted = ctx.wants[0]
-            ctx.fc2_wanted = basic_op_ctxs[self.fc2.at].wants[0]
             ctx.unchanged = self.fc1.unchanged() if ctx.input_requires_grad else None
             basic_op_ctxs[self.fc2.at].unchanged = self.fc2.unchanged()
             ctx.probs_require_grad = probs is not None and probs.requires_grad
@@ -86,7 +81,7 @@ class GroupedMLP(FusedOperation):
             kept1 = weights1 if ctx.input_requires_grad else []
             ctx.num_weights1 = len(kept1)
             ctx.save_for_backward(
-                x if ctx.fc1_wanted else None,
+                x if ctx.wants[0] else None,
                 preact,
                 offsets1,
                 offsets2,
@@ -113,7 +108,7 @@ class GroupedMLP(FusedOperation):
             preact,
             self.act.activation,
             rows,
-            need_act=ctx.fc2_wanted,
+            need_act=basic_op_ctxs[self.fc2.at].wants[0],
             need_dprobs=ctx.probs_require_grad,
             zero_tail=not ctx.same_offsets,
         )

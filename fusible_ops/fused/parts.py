@@ -26,6 +26,16 @@ def row_factor(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return flat if flat.dtype in (torch.float32, dtype) else flat.float()
 
 
+def probs_of_tokens(probs: Tensor | None, ctx: OperationContext) -> Tensor | None:
+    """The probs of an activation, zero in the rows that `ctx.split_sizes` leave out.
+
+    For kernels that look at more rows than those: of a dense linear, or of a linear with other splits.
+    """
+    if probs is None or ctx.split_sizes is None:
+        return probs
+    return reference.tokens_only(probs, reference.group_offsets(ctx.split_sizes, probs.shape[0]))
+
+
 def same_values(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether both are surely the same numbers: one tensor, or two views of the same memory laid out alike."""
     if a is b:
@@ -37,6 +47,8 @@ def same_values(a: Tensor | None, b: Tensor | None) -> bool:
 
 class GroupedPart:
     """A GroupedLinear at position `at` of the fused basic ops."""
+
+    covers_all_rows = False
 
     def __init__(self, op: GroupedLinear, at: int) -> None:
         self.op, self.at = op, at
@@ -64,10 +76,6 @@ class GroupedPart:
     def scales(self, extras: Extras) -> Tensor | None:
         return extras[self.at][1] if self.op.scale_bias else None
 
-    def only_tokens(self, probs: Tensor | None, act_ctx: OperationContext) -> Tensor | None:
-        """The probs of the activation after this linear: the kernels look at no row past the last group."""
-        return probs
-
     def put_grads(
         self,
         ctxs: Sequence[OperationContext],
@@ -84,6 +92,8 @@ class GroupedPart:
 
 class DensePart:
     """A BasicLinear at position `at`, and the Bias after it if there is one: one group that holds every row."""
+
+    covers_all_rows = True
 
     def __init__(self, linear: BasicLinear, bias: Bias | None, at: int) -> None:
         self.op, self.bias_op, self.at = linear, bias, at
@@ -110,15 +120,6 @@ class DensePart:
 
     def scales(self, extras: Extras) -> Tensor | None:
         return None
-
-    def only_tokens(self, probs: Tensor | None, act_ctx: OperationContext) -> Tensor | None:
-        """The probs of the activation after this linear, zero in rows that no grouped linear of the run has."""
-        if probs is None or act_ctx.split_sizes is None:
-            return probs
-        rows = probs.shape[0]
-        return torch.where(
-            reference.valid_rows(rows, reference.group_offsets(act_ctx.split_sizes, rows)).squeeze(1), probs, 0
-        )
 
     def put_grads(
         self,

@@ -355,9 +355,9 @@ def test_an_infinite_gradient_stays_in_its_group() -> None:
 
 
 def test_another_dtype_between_forward_and_backward() -> None:
-    linear = ops.Linear(16, 8, **CPU)
-    x = torch.randn(4, 16, requires_grad=True)
-    y = linear(x)
-    linear.double()
-    y.sum().backward()
-    assert x.grad.dtype == torch.float32 and x.grad.isfinite().all()
+    for op, extras in ((ops.Linear(16, 8, **CPU), ()), (_linear(), (SPLITS,))):
+        x = torch.randn(8, 16, requires_grad=True)
+        y = op(x, *extras)
+        op.double()
+        y.sum().backward()
+        assert x.grad.dtype == torch.float32 and x.grad.isfinite().all()
