@@ -46,12 +46,12 @@ def interleave(t: Tensor, block: int, dim: int) -> Tensor:
     return t.unflatten(dim, (2, -1, block)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
-def _groups(weights: Sequence[Tensor]) -> Sequence[Tensor]:
+def each_group(weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """One [N, K] tensor for each group."""
     return weights[0].unbind(0) if len(weights) == 1 and weights[0].dim() == 3 else weights
 
 
-def _stacked(weights: Sequence[Tensor]) -> Tensor:
+def as_stacked(weights: Sequence[Tensor]) -> Tensor:
     """One [G, N, K] tensor; copies only if the groups are separate tensors."""
     return weights[0] if len(weights) == 1 and weights[0].dim() == 3 else torch.stack(list(weights))
 
@@ -132,13 +132,13 @@ def grouped_gemm(
     """
     rows = x.shape[0]
     if uses_device_offsets(x, weights[0].shape[-2], offsets.shape[0] - 1):
-        stacked = _stacked(weights)
+        stacked = as_stacked(weights)
         if bias is not None:
             left, right = _bias_columns(bias, bias_scale, rows)
             x, stacked = torch.cat([x, left], 1), torch.cat([stacked, right], 2)
         y = F.grouped_mm(x, stacked.transpose(1, 2), offs=offsets[1:])
         return tokens_only(y, offsets)
-    y = _loop_product(x, [w.t() for w in _groups(weights)], offsets)
+    y = _loop_product(x, [w.t() for w in each_group(weights)], offsets)
     if bias is not None and rows:
         bounds = offsets.tolist()
         for g in range(len(bounds) - 1):
@@ -150,10 +150,10 @@ def grouped_gemm(
 def grouped_gemm_dgrad(dy: Tensor, weights: Sequence[Tensor], offsets: Tensor, glu_interleave: int = 0) -> Tensor:
     """dx = dy W_g; [T, K] in dy's dtype, zero in the tail. dy's columns are `[gate | linear]`, W's rows interleaved."""
     if uses_device_offsets(dy, weights[0].shape[-1], offsets.shape[0] - 1):
-        stacked = deinterleave(_stacked(weights), glu_interleave, 1)
+        stacked = deinterleave(as_stacked(weights), glu_interleave, 1)
         dx = F.grouped_mm(dy, stacked, offs=offsets[1:])
         return tokens_only(dx, offsets)
-    matrices = [deinterleave(w, glu_interleave, 0) for w in _groups(weights)]
+    matrices = [deinterleave(w, glu_interleave, 0) for w in each_group(weights)]
     return _loop_product(dy, matrices, offsets).to(dy.dtype)
 
 
@@ -180,7 +180,7 @@ def grouped_wgrad_(
     on_device = uses_device_offsets(x, dy.shape[1], offsets.shape[0] - 1)
     wide = out[0].dtype == torch.float32 and not on_device
     dw = grouped_wgrad(_wide(dy) if wide else dy, _wide(x) if wide else x, offsets, glu_interleave)
-    for target, grad in zip(_groups(out), dw.unbind(0), strict=True):
+    for target, grad in zip(each_group(out), dw.unbind(0), strict=True):
         if accumulate:
             target.add_(grad.to(target.dtype))
         else:
@@ -347,7 +347,7 @@ def grouped_gemm_dact(
     Returns (dpreact [T, N], recomputed act·p [T, I] or None, dprobs FP32 [T] or None), zero in the tail.
     zero_tail: a kernel may leave the tail of dpreact and act undefined where it is False.
     """
-    grad = _loop_product(dy, _groups(weights), offsets)
+    grad = _loop_product(dy, each_group(weights), offsets)
     dpreact, dprobs = dact(grad, preact, offsets, probs, activation, need_dprobs)
     act = tokens_only(activation_forward(preact, activation, probs), offsets)
     return dpreact, act if need_act else None, dprobs

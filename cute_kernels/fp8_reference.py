@@ -1,0 +1,160 @@
+"""The meaning of the FP8 block-scaled kernels in plain PyTorch, built on `quantization`; also their oracle.
+
+Recipe: E4M3, FP32 scales for decoding (`x ≈ data · scale`), powers of two unless asked otherwise; blocks of 1x128 along
+the summed dimension for activations and gradients, 128x128 for weights. The rules of scales and rounding are those of
+`quantization.quantize`. ⌈·⌉₄ rounds up to a multiple of 4 (16-byte rows of scales).
+
+| copy | data | scale |
+|---|---|---|
+| rows of x `[T, K]` | `[T, K]` | `[⌈K/128⌉, ⌈T⌉₄]` |
+| transposed x | `[K, P]`, P = `padded_rows(T, G)` | `[P/128, ⌈K⌉₄]` |
+| weights | `[G, N, K]` | `[G, ⌈N/128⌉, ⌈⌈K/128⌉⌉₄]` |
+| transposed weights | `[G, K, N]` | `[G, ⌈K/128⌉, ⌈⌈N/128⌉⌉₄]` |
+
+In the transposed copy the tokens of group g are the columns padded[g], padded[g] + 1, …, and zeros fill up the last
+block of 128, so no block spans two groups. Undefined, and never used: what lies past the last token in the rows copy
+and past padded[G] in the transposed one, and scales that only fill up a row. Here the latter are NaN.
+
+`offsets` and `padded` are int32 `[G+1]`, as `padded_group_offsets` gives them. `weights` as in `reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cute_kernels import reference
+from cute_kernels.quantization.formats import fp8_block
+from cute_kernels.quantization.groups import padded_offsets, quantize_groups
+from cute_kernels.quantization.quantize import quantize
+
+BLOCK = 128
+"""Values that share a scale along the summed dimension."""
+
+SCALES_ALIGNED = 4
+"""A row of scales starts at a multiple of so many."""
+
+
+class Fp8Copies(NamedTuple):
+    """Quantised copies of one matrix, each None if it was not asked for. sums: FP32 [G, K], of each group's rows."""
+
+    data: Tensor | None
+    scale: Tensor | None
+    data_t: Tensor | None
+    scale_t: Tensor | None
+    sums: Tensor | None
+
+
+class Fp8Weights(NamedTuple):
+    """Quantised weights, and their transposed copy, None if it was not asked for."""
+
+    data: Tensor
+    scale: Tensor
+    data_t: Tensor | None
+    scale_t: Tensor | None
+
+
+def scales_in_row(count: int) -> int:
+    """Scales that a row of `count` scales has room for."""
+    return -(-count // SCALES_ALIGNED) * SCALES_ALIGNED
+
+
+def _filled_up(scale: Tensor) -> Tensor:
+    room = scales_in_row(scale.shape[-1]) - scale.shape[-1]
+    return F.pad(scale, (0, room), value=float("nan"))
+
+
+def padded_group_offsets(split_sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """(offsets, padded): `reference.group_offsets`, and where the groups begin once each is padded to whole blocks."""
+    offsets = reference.group_offsets(split_sizes, rows)
+    return offsets, padded_offsets(offsets)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Quantise
+
+
+def fp8_quantize(
+    x: Tensor,
+    offsets: Tensor,
+    padded: Tensor,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    column_sums: bool = False,
+    power_of_two: bool = True,
+) -> Fp8Copies:
+    """Both copies of x [T, K] bf16 or fp16, and sums[g] = Σ of the rows of group g in FP32. Rows of no group count as
+    zeros. No host sync.
+    """
+    format = fp8_block(force_pow_2_scales=power_of_two)
+    data = scale = data_t = scale_t = sums = None
+    if rowwise:
+        data, scale = quantize_groups(x, offsets, format)[:2]
+        scale = _filled_up(scale.t())
+    if columnwise:
+        data_t, scale_t = quantize_groups(x, offsets, format, columnwise=True)[:2]
+        scale_t = _filled_up(scale_t.t())
+    if column_sums:
+        sums = reference.grouped_dbias(x, offsets)
+    return Fp8Copies(data, scale, data_t, scale_t, sums)
+
+
+def fp8_quantize_weight(weights: Sequence[Tensor], columnwise: bool = True, power_of_two: bool = True) -> Fp8Weights:
+    """Both copies of weights [N, K] bf16 or fp16, blocks cut from the rows as they are stored."""
+    format = fp8_block(dims=2, force_pow_2_scales=power_of_two)
+    stacked = reference.as_stacked(weights)
+    data, scale = quantize(stacked, format)[:2]
+    data_t = scale_t = None
+    if columnwise:
+        data_t, scale_t = quantize(stacked, format, columnwise=True)[:2]
+        scale_t = _filled_up(scale_t)
+    return Fp8Weights(data, _filled_up(scale), data_t, scale_t)
+
+
+def dequantized_t(data_t: Tensor, scale_t: Tensor) -> Tensor:
+    """FP32 [K, P]: the values of a transposed copy."""
+    return data_t.float() * scale_t[:, : data_t.shape[0]].t().repeat_interleave(BLOCK, 1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Weight gradients
+
+
+def fp8_grouped_wgrad(
+    dy_t: Tensor, dy_scale_t: Tensor, x_t: Tensor, x_scale_t: Tensor, padded: Tensor, glu_interleave: int = 0
+) -> Tensor:
+    """dW_g = dŷ_gᵀ x̂_g, [G, N, K] bf16, from the transposed copies of dy [T, N] and x [T, K].
+
+    Every block of 128 tokens is summed by itself, scaled and added in FP32; the total is rounded once. glu_interleave:
+    as in `reference.grouped_wgrad`. Reads the offsets on the host.
+    """
+    out = dy_t.new_empty(padded.shape[0] - 1, dy_t.shape[0], x_t.shape[0], dtype=torch.bfloat16)
+    fp8_grouped_wgrad_([out], dy_t, dy_scale_t, x_t, x_scale_t, padded, glu_interleave)
+    return out
+
+
+def fp8_grouped_wgrad_(
+    out: Sequence[Tensor],
+    dy_t: Tensor,
+    dy_scale_t: Tensor,
+    x_t: Tensor,
+    x_scale_t: Tensor,
+    padded: Tensor,
+    glu_interleave: int = 0,
+    accumulate: bool = False,
+) -> None:
+    """`fp8_grouped_wgrad` into `out`, one [G, N, K] or G [N, K] tensors, bf16, fp16 or fp32: overwriting, or adding to
+    what is there the gradient rounded to out's dtype; an empty group then leaves its tensor alone.
+    """
+    dy, x, bounds = dequantized_t(dy_t, dy_scale_t), dequantized_t(x_t, x_scale_t), padded.tolist()
+    for g, target in enumerate(reference.each_group(out)):
+        tokens = slice(bounds[g], bounds[g + 1])
+        grad = reference.interleave(dy[:, tokens] @ x[:, tokens].t(), glu_interleave, 0).to(target.dtype)
+        if not accumulate:
+            target.copy_(grad)
+        elif bounds[g] < bounds[g + 1]:
+            target += grad
