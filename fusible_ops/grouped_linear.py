@@ -27,7 +27,8 @@ class GroupedLinear(BasicOperation):
     `scales`, float, one per row, if `scale_bias` (and `bias`). Splits stay on the device; their sum may be below the
     row count T, and the rows past it come out as exactly zero (and get a zero gradient).
 
-    Input [..., K], output [..., N] in the weights' dtype (or autocast's). Sums are FP32, rounded once after the bias.
+    Input [..., K], output [..., N] in the weights' dtype (or autocast's: the weights are then cast once per update, see
+    `casts`). Sums are FP32, rounded once after the bias.
 
     num_groups, in_features, out_features: G, K, N. bias: whether there is one. device: None means CUDA if there is one,
     else CPU. dtype: float32, float16, bfloat16 or float64 (None: torch's default). accumulate_into_main_grad: add
@@ -239,8 +240,8 @@ class GroupedLinear(BasicOperation):
         dtype = ctx.compute_dtype(self.weight_dtype)
         x = input_.reshape(-1, self.in_features).to(dtype)
         offsets = reference.group_offsets(extras[0], x.shape[0])
-        weights = as_operands(self.weight_parameters(), dtype)
-        bias = as_bias(self.bias_parameters(), dtype) if self.has_bias else None
+        weights = as_operands(self.weight_parameters(), dtype, ctx.requires_grad)
+        bias = as_bias(self.bias_parameters(), dtype, ctx.requires_grad) if self.has_bias else None
         scales = extras[1].reshape(-1) if self.scale_bias else None
         y = reference.grouped_gemm(x, weights, offsets, bias, scales)
         if ctx.requires_grad:
@@ -288,7 +289,7 @@ class GroupedLinear(BasicOperation):
         weight_grads = self._weight_grads(WeightGrad(kernels, dy, x, offsets, glu_interleave))
         if not self.has_bias:
             return list(weight_grads)
-        db = kernels.grouped_dbias(dy, offsets, scales, glu_interleave).to(dy.dtype)
+        db = kernels.grouped_dbias(dy, offsets, scales, glu_interleave).to(self.weight_dtype)
         bias_grads = [db] if self.single_grouped_bias else db.unbind(0)
         first, second = (bias_grads, weight_grads) if self._biases_first else (weight_grads, bias_grads)
         return [*first, *second]

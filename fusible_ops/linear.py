@@ -16,7 +16,7 @@ from cute_kernels import reference
 from cute_kernels.limits import dtype_name
 from fusible_ops import checks
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, ParamGrads
-from fusible_ops.parameters import WeightGrad, accumulate_main_grads, main_grads
+from fusible_ops.parameters import WeightGrad, accumulate_main_grads, as_bias, as_operands, main_grads
 from patterns.chain import OpSpec
 
 
@@ -120,14 +120,15 @@ class BasicLinear(BasicOperation):
         return self.product(ctx, input_, None)
 
     def product(self, ctx: OperationContext, input_: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ (+ b, before the one rounding)."""
+        """x Wᵀ (+ b, before the one rounding). bias: the parameter."""
         self.check_input(input_, ctx.owner)
         dtype = ctx.compute_dtype(self.weight.dtype)
-        x, weight = input_.to(dtype), self.weight.detach().to(dtype)
+        (weight,) = as_operands([self.weight], dtype, ctx.requires_grad)
+        x, weight = input_.to(dtype), weight[0]
         if ctx.requires_grad:
             ctx.dtype = dtype
             ctx.save_for_backward(x if ctx.wants[0] else None, weight if ctx.input_requires_grad else None)
-        return F.linear(x, weight, None if bias is None else bias.to(dtype))
+        return F.linear(x, weight, None if bias is None else as_bias([bias], dtype, ctx.requires_grad)[0])
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
         x, weight = ctx.saved_tensors
@@ -192,7 +193,7 @@ class Bias(BasicOperation):
         checks.float_input(ctx.owner, input_)
         checks.last_dimension(ctx.owner, input_, self.size)
         checks.same_device(ctx.owner, "the input", input_, self.bias.device)
-        return input_ + self.bias.detach().to(ctx.compute_dtype(self.bias.dtype))
+        return input_ + as_bias([self.bias], ctx.compute_dtype(self.bias.dtype), ctx.requires_grad)[0]
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
         db = grad_output.reshape(-1, self.size).sum(0) if ctx.wants[0] else None
@@ -212,7 +213,7 @@ class DenseLinear(FusedOperation):
     def fuser_forward(
         self, basic_op_ctxs: list[OperationContext], input_: Tensor, **_: Any
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
-        return self._linear.product(basic_op_ctxs[0], input_, self._bias.bias.detach()), [(), ()]
+        return self._linear.product(basic_op_ctxs[0], input_, self._bias.bias), [(), ()]
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any

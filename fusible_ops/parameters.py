@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from cute_kernels.catalog import SEPARATE_SPAN_BYTES
+from fusible_ops import casts
 
 
 def parameters_of(op: nn.Module) -> list[Parameter]:
@@ -53,40 +54,60 @@ def pack_(parameters: Sequence[Parameter]) -> None:
             p.data = place
 
 
-def as_operands(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def as_operands(parameters: Sequence[Tensor], dtype: torch.dtype, records: bool) -> list[Tensor]:
     """The parameters as kernels take them: `[one stacked tensor]`, or the separate tensors if they are not packed.
 
-    A dtype that differs from the parameters' (autocast) costs a cast copy; tensors too far apart for the kernels are
-    stacked.
+    A dtype that differs from the parameters' (autocast) costs one stacked cast, kept as `casts` says; tensors too far
+    apart for the kernels are stacked. records: whether gradients are recorded.
     """
-    first = parameters[0]
-    if len(parameters) == 1:
-        single = first.detach()
-        return [_readable(single if single.dim() == 3 else single.unsqueeze(0), dtype)]
-    if are_packed(parameters):
-        stacked = first.detach().as_strided((len(parameters), *first.shape), (first.numel(), *first.stride()))
-        return [_readable(stacked, dtype)]
-    separate = [_readable(p.detach(), dtype) for p in parameters]
+    if parameters[0].dtype != dtype:
+        return casts.cast(parameters, dtype, records, lambda: [_cast(parameters, 3, dtype)])
+    casts.forget(parameters)
+    whole = _whole(parameters, 3)
+    if whole is not None:
+        return [_readable(whole)]
+    separate = [_readable(p.detach()) for p in parameters]
     places = [t.data_ptr() for t in separate]
     if max(places) - min(places) > SEPARATE_SPAN_BYTES:
         return [torch.stack(separate)]
     return separate
 
 
-def _readable(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """t in `dtype`, contiguous and from a multiple of 16 bytes on, as kernels read it; t itself if it is so."""
-    t = t.to(dtype).contiguous()
-    return t if t.data_ptr() % 16 == 0 else t.clone()
+def as_bias(parameters: Sequence[Tensor], dtype: torch.dtype, records: bool) -> Tensor:
+    """The bias parameters as one `[G, N]` tensor; stacks them only if they are not packed. records: as above."""
+    if parameters[0].dtype != dtype:
+        return casts.cast(parameters, dtype, records, lambda: [_cast(parameters, 2, dtype)])[0]
+    casts.forget(parameters)
+    whole = _whole(parameters, 2)
+    return torch.stack([p.detach() for p in parameters]) if whole is None else whole
 
 
-def as_bias(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The bias parameters as one `[G, N]` tensor; stacks them only if they are not packed."""
+def _whole(parameters: Sequence[Tensor], dims: int) -> Tensor | None:
+    """All parameters as one tensor of `dims` dimensions without a copy; None if they lie apart."""
     first = parameters[0].detach()
     if len(parameters) == 1:
-        return (first if first.dim() == 2 else first.unsqueeze(0)).to(dtype)
-    if are_packed(parameters):
-        return first.as_strided((len(parameters), first.numel()), (first.numel(), 1)).to(dtype)
-    return torch.stack([p.detach() for p in parameters]).to(dtype)
+        return first if first.dim() == dims else first.unsqueeze(0)
+    if not are_packed(parameters):
+        return None
+    return first.as_strided((len(parameters), *first.shape), (first.numel(), *first.stride()))
+
+
+def _cast(parameters: Sequence[Tensor], dims: int, dtype: torch.dtype) -> Tensor:
+    """All parameters in `dtype` in one new tensor of `dims` dimensions."""
+    first, whole = parameters[0], _whole(parameters, dims)
+    shape = (len(parameters), *first.shape) if whole is None else whole.shape
+    made = torch.empty(shape, dtype=dtype, device=first.device)
+    if whole is None:
+        torch._foreach_copy_(list(made.unbind(0)), [p.detach() for p in parameters])
+    else:
+        made.copy_(whole)
+    return made
+
+
+def _readable(t: Tensor) -> Tensor:
+    """t contiguous and from a multiple of 16 bytes on, as kernels read it; t itself if it is so."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 class Unchanged:
@@ -127,8 +148,13 @@ class WeightGrad:
     glu_interleave: int = 0
 
     def compute(self, weights: Sequence[Parameter]) -> list[Tensor]:
-        """A fresh gradient for each parameter; views of one buffer."""
-        dw = self.kernels.grouped_wgrad(self.dy, self.x, self.offsets, self.glu_interleave)
+        """A fresh gradient for each parameter; views of one buffer. In FP32 for FP32 parameters (autocast)."""
+        if weights[0].dtype == torch.float32 != self.x.dtype:
+            shape = (self.offsets.shape[0] - 1, self.dy.shape[1], self.x.shape[1])
+            dw = torch.empty(shape, dtype=torch.float32, device=self.x.device)
+            self.write([dw], accumulate=False)
+        else:
+            dw = self.kernels.grouped_wgrad(self.dy, self.x, self.offsets, self.glu_interleave)
         return [dw.view_as(weights[0])] if len(weights) == 1 else list(dw.unbind(0))
 
     def write(self, out: Sequence[Tensor], accumulate: bool) -> None:

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from cute_kernels.target import Target
+from tests.places import PLACES, Place
 
 torch.set_num_threads(1)  # the shapes are small, and threads that wait for each other are slow on a busy machine
 
@@ -28,3 +31,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def seeded() -> None:
     """Every test starts from the same random state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    """A device, fused or not; see `tests.places`."""
+    with request.param.context():
+        yield request.param

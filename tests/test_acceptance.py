@@ -6,10 +6,6 @@ Hopper GPU.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -17,36 +13,7 @@ import fusible_ops as ops
 from tests.cases import Splits
 from tests.compare import assert_bitwise_equal
 from tests.models import MLP, Inputs, as_if_on, no_host_sync, step
-
-HOPPER = pytest.mark.gpu("sm_90a")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a case runs: a device, and whether the chain is fused there."""
-
-    device: str
-    fused: bool
-
-    def context(self) -> contextlib.AbstractContextManager[None]:
-        return as_if_on("sm_90a") if self.device == "cpu" and self.fused else contextlib.nullcontext()
-
-    def build(self, mlp: MLP, splits: Splits, **kwargs: object) -> ops.Sequential:
-        options = {} if self.fused else {"rules": ()}
-        return mlp.build(splits, self.device, torch.bfloat16, **options, **kwargs)
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(Place("cpu", False), id="cpu"),
-        pytest.param(Place("cpu", True), id="cpu-fused"),
-        pytest.param(Place("cuda", False), id="cuda", marks=HOPPER),
-        pytest.param(Place("cuda", True), id="cuda-fused", marks=HOPPER),
-    ]
-)
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    with request.param.context():
-        yield request.param
+from tests.places import Place
 
 
 def _poison_allocator(device: str, *sizes: int) -> None:
@@ -173,7 +140,7 @@ def test_clamped_swiglu_means_one_thing(place: Place, constants, halves, expecte
         fc1.weight0.zero_()
         fc1.bias0.copy_(torch.tensor(halves).repeat_interleave(8))
         fc2.weight0.copy_(torch.eye(8))
-    model = ops.Sequential(fc1, act, fc2, **({} if place.fused else {"rules": ()}))
+    model = ops.Sequential(fc1, act, fc2, **place.options())
     sizes = torch.tensor([3], device=place.device)
     y = model(torch.randn(3, 8, **common), sizes, sizes)
     want = torch.tensor(expected).bfloat16().item()

@@ -35,10 +35,12 @@ class FusedGroupedLinear(FusedOperation):
         dtype = ctx.compute_dtype(self.fc.weight_dtype)
         x = input_.reshape(-1, self.fc.in_features).to(dtype)
         offsets = self.fc.offsets(kernels, x.shape[0], extras)
-        weights, bias, scales = self.fc.operands(dtype), self.fc.bias(dtype), self.fc.scales(extras)
+        needs_grad = any(c.requires_grad for c in basic_op_ctxs)
+        weights, bias = self.fc.operands(dtype, needs_grad), self.fc.bias(dtype, needs_grad)
+        scales = self.fc.scales(extras)
         rows = row_factor(scales, dtype)
         y = kernels.grouped_gemm(x, weights, offsets, bias, rows)
-        if any(c.requires_grad for c in basic_op_ctxs):
+        if needs_grad:
             ctx.input_shape, ctx.dtype = input_.shape, dtype
             ctx.unchanged = self.fc.unchanged() if ctx.input_requires_grad else None
             ctx.scales_shape = scales.shape if scales is not None and scales.requires_grad else None
@@ -89,15 +91,13 @@ class GroupedLinearActivation(FusedOperation):
         dtype = ctx.compute_dtype(self.fc.weight_dtype)
         x = input_.reshape(-1, self.fc.in_features).to(dtype)
         offsets = self.fc.offsets(kernels, x.shape[0], extras)
-        weights = self.fc.operands(dtype)
+        needs_grad = any(c.requires_grad for c in basic_op_ctxs)
+        weights, bias = self.fc.operands(dtype, needs_grad), self.fc.bias(dtype, needs_grad)
         rows = row_factor(probs, dtype)
         if self.fc.covers_all_rows:
             rows = probs_of_tokens(rows, basic_op_ctxs[self.act_at])
-        needs_grad = any(c.requires_grad for c in basic_op_ctxs)
         activation, block = self.act.activation, self.act.glu_interleave
-        y, preact = kernels.grouped_gemm_act(
-            x, weights, offsets, activation, self.fc.bias(dtype), rows, block, save_preact=needs_grad
-        )
+        y, preact = kernels.grouped_gemm_act(x, weights, offsets, activation, bias, rows, block, save_preact=needs_grad)
         if needs_grad:
             ctx.input_shape, ctx.dtype = input_.shape, dtype
             ctx.unchanged = self.fc.unchanged() if ctx.input_requires_grad else None

@@ -19,7 +19,8 @@ class GroupedMLP(FusedOperation):
     Forward: product + activation (× probs), the pre-activation kept for backward; product (+ bias, scaled by its
     scales).
     Backward: product + activation gradient (with the recomputed activation and the gradient of probs), two weight
-    gradients, the input's gradient, bias gradients. The activation itself is never stored.
+    gradients, the input's gradient, bias gradients. The activation itself is not stored, unless the second linear alone
+    is trained: then its weight gradient needs nothing else.
 
     The two linears may be given different split sizes; each uses its own. Only then must the tail of what lies
     between them be defined, and the kernels zero it.
@@ -50,29 +51,30 @@ class GroupedMLP(FusedOperation):
         splits1, splits2 = self.fc1.split_sizes(extras), self.fc2.split_sizes(extras)
         offsets1 = self.fc1.offsets(kernels, x.shape[0], extras)
         offsets2 = offsets1 if same_values(splits1, splits2) else self.fc2.offsets(kernels, x.shape[0], extras)
-        weights1, weights2 = self.fc1.operands(dtype), self.fc2.operands(dtype)
+        needs_grad = any(c.requires_grad for c in basic_op_ctxs)
+        fc2_alone = needs_grad and not basic_op_ctxs[self.fc2.at].input_requires_grad
+        weights1, weights2 = self.fc1.operands(dtype, needs_grad), self.fc2.operands(dtype, needs_grad)
         scales = self.fc2.scales(extras)
         rows, factors = row_factor(probs, dtype), row_factor(scales, dtype)
         if self.fc1.covers_all_rows or offsets2 is not offsets1:
             rows = probs_of_tokens(rows, basic_op_ctxs[self.act_at])
-        bias2 = self.fc2.bias(dtype)
-        needs_grad = any(c.requires_grad for c in basic_op_ctxs)
+        bias2 = self.fc2.bias(dtype, needs_grad)
         act, preact = kernels.grouped_gemm_act(
             x,
             weights1,
             offsets1,
             self.act.activation,
-            self.fc1.bias(dtype),
+            self.fc1.bias(dtype, needs_grad),
             rows,
             self.act.glu_interleave,
-            save_preact=needs_grad,
+            save_preact=needs_grad and not fc2_alone,
             zero_tail=offsets2 is not offsets1,
         )
         y = kernels.grouped_gemm(act, weights2, offsets2, bias2, factors)
         if needs_grad:
             ctx.same_offsets = offsets2 is offsets1
             ctx.unchanged = self.fc1.unchanged() if ctx.input_requires_grad else None
-            basic_op_ctxs[self.fc2.at].unchanged = self.fc2.unchanged()
+            basic_op_ctxs[self.fc2.at].unchanged = None if fc2_alone else self.fc2.unchanged()
             ctx.probs_require_grad = probs is not None and probs.requires_grad
             ctx.scales_require_grad = scales is not None and scales.requires_grad
             ctx.probs_shape = None if probs is None else probs.shape
@@ -82,6 +84,7 @@ class GroupedMLP(FusedOperation):
             ctx.num_weights1 = len(kept1)
             ctx.save_for_backward(
                 x if ctx.wants[0] else None,
+                act if fc2_alone and basic_op_ctxs[self.fc2.at].wants[0] else None,
                 preact,
                 offsets1,
                 offsets2,
@@ -89,7 +92,7 @@ class GroupedMLP(FusedOperation):
                 factors,
                 bias2 if ctx.scales_require_grad else None,
                 *kept1,
-                *weights2,
+                *(() if fc2_alone else weights2),
             )
         return y.view(*input_.shape[:-1], self.fc2.out_features), [()] * len(basic_op_ctxs)
 
@@ -97,25 +100,27 @@ class GroupedMLP(FusedOperation):
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
-        x, preact, offsets1, offsets2, rows, scales, bias2, *weights = ctx.saved_tensors
+        x, act, preact, offsets1, offsets2, rows, scales, bias2, *weights = ctx.saved_tensors
         weights1, weights2 = weights[: ctx.num_weights1], weights[ctx.num_weights1 :]
         grads, extra_grads = no_grads(self.fusible_parts())
         dy = grad_output.reshape(-1, self.fc2.out_features).to(ctx.dtype).contiguous()
-        dpreact, act, dprobs = kernels.grouped_gemm_dact(
-            dy,
-            weights2,
-            offsets2,
-            preact,
-            self.act.activation,
-            rows,
-            need_act=basic_op_ctxs[self.fc2.at].wants[0],
-            need_dprobs=ctx.probs_require_grad,
-            zero_tail=not ctx.same_offsets,
-        )
+        dpreact, dprobs = None, None
+        if preact is not None:
+            dpreact, act, dprobs = kernels.grouped_gemm_dact(
+                dy,
+                weights2,
+                offsets2,
+                preact,
+                self.act.activation,
+                rows,
+                need_act=basic_op_ctxs[self.fc2.at].wants[0],
+                need_dprobs=ctx.probs_require_grad,
+                zero_tail=not ctx.same_offsets,
+            )
         self.fc2.put_grads(basic_op_ctxs, grads, kernels, dy, act, offsets2, scales=scales)
-        block = self.act.glu_interleave
-        self.fc1.put_grads(basic_op_ctxs, grads, kernels, dpreact, x, offsets1, glu_interleave=block)
-        dx = None
+        block, dx = self.act.glu_interleave, None
+        if dpreact is not None:
+            self.fc1.put_grads(basic_op_ctxs, grads, kernels, dpreact, x, offsets1, glu_interleave=block)
         if ctx.input_requires_grad:
             dx = kernels.grouped_gemm_dgrad(dpreact, weights1, offsets1, block).view(ctx.input_shape)
         if dprobs is not None:

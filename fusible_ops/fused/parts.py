@@ -64,14 +64,14 @@ class GroupedPart:
     def split_sizes(self, extras: Extras) -> Tensor | None:
         return extras[self.at][0]
 
-    def operands(self, dtype: torch.dtype) -> list[Tensor]:
-        return as_operands(self.op.weight_parameters(), dtype)
+    def operands(self, dtype: torch.dtype, records: bool) -> list[Tensor]:
+        return as_operands(self.op.weight_parameters(), dtype, records)
 
     def unchanged(self) -> Unchanged:
         return Unchanged(self.op.weight_parameters())
 
-    def bias(self, dtype: torch.dtype) -> Tensor | None:
-        return as_bias(self.op.bias_parameters(), dtype) if self.op.has_bias else None
+    def bias(self, dtype: torch.dtype, records: bool) -> Tensor | None:
+        return as_bias(self.op.bias_parameters(), dtype, records) if self.op.has_bias else None
 
     def scales(self, extras: Extras) -> Tensor | None:
         return extras[self.at][1] if self.op.scale_bias else None
@@ -109,14 +109,14 @@ class DensePart:
     def split_sizes(self, extras: Extras) -> Tensor | None:
         return None
 
-    def operands(self, dtype: torch.dtype) -> list[Tensor]:
-        return as_operands([self.op.weight], dtype)
+    def operands(self, dtype: torch.dtype, records: bool) -> list[Tensor]:
+        return as_operands([self.op.weight], dtype, records)
 
     def unchanged(self) -> Unchanged:
         return Unchanged([self.op.weight])
 
-    def bias(self, dtype: torch.dtype) -> Tensor | None:
-        return None if self.bias_op is None else as_bias([self.bias_op.bias], dtype)
+    def bias(self, dtype: torch.dtype, records: bool) -> Tensor | None:
+        return None if self.bias_op is None else as_bias([self.bias_op.bias], dtype, records)
 
     def scales(self, extras: Extras) -> Tensor | None:
         return None
@@ -140,7 +140,8 @@ class DensePart:
             else:
                 grads[self.at] = grad.compute([weight])
         if self.bias_op is not None and ctxs[self.at + 1].wants[0]:
-            grads[self.at + 1] = [kernels.grouped_dbias(dy, offsets, None, glu_interleave).to(dy.dtype).squeeze(0)]
+            db = kernels.grouped_dbias(dy, offsets, None, glu_interleave)
+            grads[self.at + 1] = [db.to(self.bias_op.bias.dtype).squeeze(0)]
 
 
 LinearPart = GroupedPart | DensePart

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 FLUSH_BYTES = 96 * 2**20
 
@@ -53,3 +54,12 @@ def uneven_splits(groups: int, rows: int, multiple: int = 128, seed: int = 0) ->
     sizes[order[torch.arange(left) % groups]] += 0 if left == 0 else multiple
     sizes[order[0]] += rows - int(sizes.sum())
     return sizes.tolist()
+
+
+def launches(run: Callable[[], object]) -> list[str]:
+    """Names of the kernels, copies and memsets that `run` puts on the device, as the profiler counts them."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return [e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]

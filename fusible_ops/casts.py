@@ -1,0 +1,103 @@
+"""Weights in another dtype, as `torch.autocast` asks for them: cast once per update, not once per forward.
+
+A cast is kept and used again while nothing says that its parameters changed. What says so: a version counter (changes
+in place, `load_state_dict`), another storage or place in it (`p.data = ...`), a step of any torch optimizer in this
+process (some write through `p.data`, or from kernels of their own, which no version counter sees), and a change between
+recording gradients and not (weights may be swapped for an evaluation). Not seen is what a program itself writes through
+`p.data` between two forwards of the same kind: write to `p` under `torch.no_grad()` instead, or switch keeping off with
+`torch.autocast(..., cache_enabled=False)`.
+
+A CUDA graph holds a cast of its own, since each replay may follow an update that the host does not see. Parameters that
+a graph has read, and all once a graph holds an optimizer step, are cast at every forward from then on.
+
+What is kept costs the memory of the cast. It goes with the parameters, and at the first forward that does not use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from cute_kernels import launch
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A cast, and the state of its parameters and of the world that it was made in.
+
+    storages: held weakly, so that their addresses stay taken without keeping their memory.
+    """
+
+    state: tuple[Any, ...]
+    storages: tuple[StorageWeakRef, ...]
+    tensors: list[Tensor]
+
+
+class _Optimizers:
+    """Steps that torch optimizers made in this process, and whether a CUDA graph holds one and may repeat it."""
+
+    def __init__(self) -> None:
+        self.steps, self.is_captured, self._is_watching = 0, False, False
+
+    def watch(self) -> None:
+        """Begin to count; idempotent."""
+        if not self._is_watching:
+            register_optimizer_step_post_hook(self._stepped)
+            self._is_watching = True
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.steps += 1
+        self.is_captured = self.is_captured or (
+            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        )
+
+
+_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # first parameter -> _Kept, or None once a graph has captured it
+_optimizers = _Optimizers()
+
+
+def cast(
+    parameters: Sequence[Tensor], dtype: torch.dtype, records: bool, make: Callable[[], list[Tensor]]
+) -> list[Tensor]:
+    """`make()`, which casts the parameters to `dtype`, or what it gave before. records: gradients are recorded."""
+    first = parameters[0]
+    if first.is_cuda and torch.cuda.is_current_stream_capturing():
+        _kept[first] = None
+        return make()
+    known = _kept.get(first, _NEVER)
+    if known is None or _optimizers.is_captured or not _may_keep(parameters):
+        return make()
+    stream = launch.current_stream(first.device) if first.is_cuda else 0
+    now = (dtype, stream, records, torch.is_inference_mode_enabled(), _optimizers.steps, *map(_place, parameters))
+    if known.state == now:
+        return known.tensors
+    _optimizers.watch()
+    _kept.pop(first, None)  # before there is a second one
+    storages = tuple(StorageWeakRef(p.untyped_storage()) for p in parameters)
+    made = _kept[first] = _Kept(now, storages, make())
+    return made.tensors
+
+
+def forget(parameters: Sequence[Tensor]) -> None:
+    """Drop what is kept of them: they are used as they are."""
+    if _kept and _kept.get(parameters[0]) is not None:
+        del _kept[parameters[0]]
+
+
+def _may_keep(parameters: Sequence[Tensor]) -> bool:
+    return torch.is_autocast_cache_enabled() and not any(p.is_inference() for p in parameters)
+
+
+def _place(p: Tensor) -> tuple[int, int, int]:
+    """Where a parameter lies and how often it was changed in place."""
+    return p.untyped_storage()._cdata, p.data_ptr(), p._version
+
+
+_NEVER = _Kept((), (), [])

@@ -1,0 +1,87 @@
+"""Where a contract is tested: on a CPU and on a Hopper GPU, unfused and through the fused operations.
+
+A test that takes the fixture `place` runs in all four (tests/conftest.py). On the CPU the fused operations run the
+operators' reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+
+import fusible_ops as ops
+from cute_kernels import reference
+from tests.cases import Splits
+from tests.models import MLP, as_if_on
+
+HOPPER = pytest.mark.gpu("sm_90a")
+KERNELS = (
+    "group_offsets",
+    "grouped_gemm",
+    "grouped_gemm_dgrad",
+    "grouped_gemm_act",
+    "grouped_gemm_dact",
+    "dact",
+    "grouped_wgrad",
+    "grouped_wgrad_",
+    "grouped_dbias",
+    "grouped_dscale",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a case runs: a device, and whether the chain is fused there."""
+
+    device: str
+    fused: bool
+
+    def context(self) -> contextlib.AbstractContextManager[None]:
+        return as_if_on("sm_90a") if self.device == "cpu" and self.fused else contextlib.nullcontext()
+
+    def options(self) -> dict[str, object]:
+        """Arguments of `Sequential` that make it fused, all of it, or unfused."""
+        return {"on_unfused": "error"} if self.fused else {"rules": ()}
+
+    def build(self, mlp: MLP, splits: Splits, dtype: torch.dtype = torch.bfloat16, **kwargs: object) -> ops.Sequential:
+        return mlp.build(splits, self.device, dtype, **self.options(), **kwargs)
+
+
+PLACES = [
+    pytest.param(Place("cpu", False), id="cpu"),
+    pytest.param(Place("cpu", True), id="cpu-fused"),
+    pytest.param(Place("cuda", False), id="cuda", marks=HOPPER),
+    pytest.param(Place("cuda", True), id="cuda-fused", marks=HOPPER),
+]
+
+
+@contextlib.contextmanager
+def reference_calls() -> Iterator[list[str]]:
+    """The operators that run on the CPU within it, in order; what they call of one another is not counted."""
+    calls: list[str] = []
+    inside = [False]
+
+    def watched(name: str):
+        run = getattr(reference, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            if inside[0]:
+                return run(*args, **kwargs)
+            calls.append(name)
+            inside[0] = True
+            try:
+                return run(*args, **kwargs)
+            finally:
+                inside[0] = False
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in KERNELS:
+            stack.enter_context(mock.patch.object(reference, name, watched(name)))
+        yield calls
