@@ -78,8 +78,17 @@ def valid_rows(rows: int, offsets: Tensor) -> Tensor:
 
 def tokens_only(t: Tensor, offsets: Tensor) -> Tensor:
     """t [T] or [T, C] with the rows past offsets[G] exactly zero, whatever they held. No host sync."""
+    return torch.where(_as_mask(t, offsets), t, 0)
+
+
+def _tokens_only_(t: Tensor, offsets: Tensor) -> Tensor:
+    """The same in place, for a result that nobody else has."""
+    return t.masked_fill_(~_as_mask(t, offsets), 0)
+
+
+def _as_mask(t: Tensor, offsets: Tensor) -> Tensor:
     valid = valid_rows(t.shape[0], offsets)
-    return torch.where(valid if t.dim() == 2 else valid.squeeze(1), t, 0)
+    return valid if t.dim() == 2 else valid.squeeze(1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -136,8 +145,7 @@ def grouped_gemm(
         if bias is not None:
             left, right = _bias_columns(bias, bias_scale, rows)
             x, stacked = torch.cat([x, left], 1), torch.cat([stacked, right], 2)
-        y = F.grouped_mm(x, stacked.transpose(1, 2), offs=offsets[1:])
-        return tokens_only(y, offsets)
+        return _tokens_only_(F.grouped_mm(x, stacked.transpose(1, 2), offs=offsets[1:]), offsets)
     y = _loop_product(x, [w.t() for w in each_group(weights)], offsets)
     if bias is not None and rows:
         bounds = offsets.tolist()
@@ -151,8 +159,7 @@ def grouped_gemm_dgrad(dy: Tensor, weights: Sequence[Tensor], offsets: Tensor, g
     """dx = dy W_g; [T, K] in dy's dtype, zero in the tail. dy's columns are `[gate | linear]`, W's rows interleaved."""
     if uses_device_offsets(dy, weights[0].shape[-1], offsets.shape[0] - 1):
         stacked = deinterleave(as_stacked(weights), glu_interleave, 1)
-        dx = F.grouped_mm(dy, stacked, offs=offsets[1:])
-        return tokens_only(dx, offsets)
+        return _tokens_only_(F.grouped_mm(dy, stacked, offs=offsets[1:]), offsets)
     matrices = [deinterleave(w, glu_interleave, 0) for w in each_group(weights)]
     return _loop_product(dy, matrices, offsets).to(dy.dtype)
 
@@ -161,7 +168,7 @@ def grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor, glu_interleave: int = 
     """dW_g = dy_gᵀ x_g; [G, N, K] in x's dtype, exactly zero for an empty group. Rows come out interleaved as W's."""
     if uses_device_offsets(x, dy.shape[1], offsets.shape[0] - 1):
         dw = F.grouped_mm(dy.t(), x, offs=offsets[1:])
-        dw = torch.where((offsets.diff() > 0)[:, None, None], dw, 0)
+        dw = dw.masked_fill_((offsets.diff() <= 0)[:, None, None], 0)
     elif x.shape[0] == 0:
         dw = x.new_zeros(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
     else:
@@ -227,6 +234,9 @@ def grouped_dscale(dy: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------------------
 # Activations
 
+AT_ONCE = 1 << 22
+"""Elements of a pre-activation that are held in FP32 at a time: what the unfused path needs beside its results."""
+
 _GELU_C = 0.7978845608028654  # sqrt(2/pi)
 
 
@@ -277,21 +287,50 @@ def _row_factor(probs: Tensor | None, preact: Tensor) -> Tensor | float:
     return 1.0 if probs is None else _wide(probs.to(preact.dtype)).unsqueeze(-1)
 
 
+def _parts(preact: Tensor) -> list[slice]:
+    """Slices of the rows, of at most AT_ONCE elements if a row has no more."""
+    rows, step = preact.shape[:-1].numel(), max(1, AT_ONCE // max(1, preact.shape[-1]))
+    return [slice(first, first + step) for first in range(0, rows, step)]
+
+
+def _part(t: Tensor | None, rows: slice) -> Tensor | None:
+    return None if t is None else t[rows]
+
+
 def activation_forward(preact: Tensor, activation: Activation, probs: Tensor | None = None) -> Tensor:
     """round(f(preact)·p); [..., I] in preact's dtype. preact: [..., 2I] as `[gate | linear]`, or [..., I]."""
-    return (_activation(preact, activation)[0] * _row_factor(probs, preact)).to(preact.dtype)
+    parts = _parts(preact)
+    if len(parts) < 2:
+        return (_activation(preact, activation)[0] * _row_factor(probs, preact)).to(preact.dtype)
+    act = preact.new_empty(*preact.shape[:-1], preact.shape[-1] // activation.halves)
+    flat, rows, factors = preact.flatten(0, -2), act.view(-1, act.shape[-1]), None if probs is None else probs.flatten()
+    for part in parts:
+        rows[part] = activation_forward(flat[part], activation, _part(factors, part))
+    return act
 
 
 def activation_backward(
     dact: Tensor, preact: Tensor, activation: Activation, probs: Tensor | None = None, need_dprobs: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """(dpreact in preact's dtype, dprobs FP32 or None): (dact·p)·∂f, and Σ_columns dact·f of the unscaled f."""
+    parts = _parts(preact)
+    if len(parts) > 1:
+        dpreact = preact.new_empty(preact.shape)
+        dprobs = _wide(preact.new_empty(0)).new_empty(preact.shape[:-1]) if need_dprobs else None
+        columns = preact.shape[-1]
+        flat, grads, factors = preact.flatten(0, -2), dact.flatten(0, -2), None if probs is None else probs.flatten()
+        for part in parts:
+            some, sums = activation_backward(grads[part], flat[part], activation, _part(factors, part), need_dprobs)
+            dpreact.view(-1, columns)[part] = some
+            if dprobs is not None and sums is not None:
+                dprobs.view(-1)[part] = sums
+        return dpreact, dprobs
     value, slope, linear_slope = _activation(preact, activation)
     grad = _wide(dact)
     scaled = grad * _row_factor(probs, preact)
-    parts = [scaled * slope] if linear_slope is None else [scaled * slope, scaled * linear_slope]
+    slopes = [slope] if linear_slope is None else [slope, linear_slope]
     dprobs = (grad * value).sum(-1) if need_dprobs else None
-    return torch.cat(parts, -1).to(preact.dtype), dprobs
+    return torch.cat([scaled * s for s in slopes], -1).to(preact.dtype), dprobs
 
 
 def dact(
@@ -304,7 +343,7 @@ def dact(
 ) -> tuple[Tensor, Tensor | None]:
     """`activation_backward` with tail rows exactly zero, whatever they held."""
     dpreact, dprobs = activation_backward(dact, preact, activation, probs, need_dprobs)
-    return tokens_only(dpreact, offsets), None if dprobs is None else tokens_only(dprobs, offsets)
+    return _tokens_only_(dpreact, offsets), None if dprobs is None else _tokens_only_(dprobs, offsets)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -327,7 +366,7 @@ def grouped_gemm_act(
     zero_tail: a kernel may leave the tail undefined where it is False; here it is zero either way.
     """
     preact = deinterleave(grouped_gemm(x, weights, offsets, bias), glu_interleave, 1)
-    act = tokens_only(activation_forward(preact, activation, probs), offsets)
+    act = _tokens_only_(activation_forward(preact, activation, probs), offsets)
     return act, preact if save_preact else None
 
 
@@ -349,5 +388,5 @@ def grouped_gemm_dact(
     """
     grad = _loop_product(dy, each_group(weights), offsets)
     dpreact, dprobs = dact(grad, preact, offsets, probs, activation, need_dprobs)
-    act = tokens_only(activation_forward(preact, activation, probs), offsets)
+    act = _tokens_only_(activation_forward(preact, activation, probs), offsets)
     return dpreact, act if need_act else None, dprobs

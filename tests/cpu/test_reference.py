@@ -169,3 +169,22 @@ def test_wgrad_into_callers_buffers() -> None:
     reference.grouped_wgrad_(separate, dy, x, offsets, accumulate=False)
     torch.testing.assert_close(stacked, dw + 3)
     torch.testing.assert_close(torch.stack(separate), dw)
+
+
+@pytest.mark.parametrize("shape", [(37, 24), (5, 7, 24), (0, 24)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_activations_are_computed_in_parts(
+    kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    act = Activation(kind)
+    z, p = torch.randn(shape).bfloat16(), torch.rand(shape[:-1])
+    dy = torch.randn(*shape[:-1], 24 // act.halves).bfloat16()
+    runs = []
+    for limit in (1 << 22, 60):
+        monkeypatch.setattr(reference, "AT_ONCE", limit)
+        for probs in (None, p):
+            dpreact, dprobs = reference.activation_backward(dy, z, act, probs, need_dprobs=True)
+            runs.append((reference.activation_forward(z, act, probs), dpreact, dprobs))
+    for whole, parts in ((runs[0], runs[2]), (runs[1], runs[3])):
+        for got, want in zip(parts, whole, strict=True):
+            torch.testing.assert_close(got, want)

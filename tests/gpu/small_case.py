@@ -1,38 +1,48 @@
 """Every Hopper kernel once on small inputs, to run under compute-sanitizer:
 
-    compute-sanitizer --tool memcheck --report-api-errors no python -m tests.gpu.small_case
-    compute-sanitizer --tool racecheck --report-api-errors no python -m tests.gpu.small_case
+    for tool in memcheck racecheck synccheck; do
+        compute-sanitizer --tool $tool --report-api-errors no python -m tests.gpu.small_case; done
 
-Uneven groups, one of them empty, and a tail; plain and interleaved weights, bias, probs, scales, main_grad.
+Ragged and empty groups with a tail, all rows but a few in one group, many groups of which most are empty, no rows at
+all; widths that fill no tile, and 768; plain and interleaved weights, bias, probs, scales, main_grad, weights apart.
 """
 
 from __future__ import annotations
 
 import torch
 
-from tests.cases import Splits
+from tests.cases import Splits, full
 from tests.models import MLP, Inputs, step
 
-SPLITS = Splits("small", (70, 0, 130), rows=220)
+RAGGED = Splits("ragged", (70, 0, 130), rows=220)
+SKEWED = full("skewed", 1, 0, 509, 1, 1, 0, 2, 1)
+MANY = Splits("many", tuple((g * 7) % 4 if g % 3 == 0 else 0 for g in range(64)), rows=50)
 CASES = (
-    MLP("scaled_swiglu", hidden=328, intermediate=136, bias=True, scale_bias=True),
-    MLP("geglu", hidden=200, intermediate=256, interleave=32),
-    MLP("srelu", hidden=136, intermediate=200),
+    (MLP("scaled_swiglu", hidden=328, intermediate=136, bias=True, scale_bias=True), (RAGGED, SKEWED)),
+    (MLP("geglu", hidden=200, intermediate=256, interleave=32), (RAGGED,)),
+    (MLP("srelu", hidden=136, intermediate=200), (RAGGED, Splits("empty", (0, 0, 0), rows=0))),
+    (MLP("scaled_swiglu", hidden=768, intermediate=384, interleave=1), (SKEWED, MANY)),
 )
 
 
+def run(mlp: MLP, splits: Splits) -> None:
+    model = mlp.build(splits, "cuda", torch.bfloat16, on_unfused="error")
+    inputs = Inputs.random(splits, mlp.hidden, "cuda", torch.bfloat16)
+    results = step(model, mlp, inputs)
+    for linear in (model[0], model[2]):
+        linear.accumulate_into_main_grad = True
+        for w in reversed(linear.weight_parameters()):
+            w.data = w.data.clone()
+            w.main_grad = torch.zeros(w.shape, dtype=torch.float32, device="cuda")
+    step(model, mlp, inputs)
+    model[:2](inputs.x, *mlp.extras(splits.tensor("cuda"), inputs.probs)[: 1 + mlp.scaled])
+    assert all(t.isfinite().all() for t in results.values())
+
+
 def main() -> None:
-    for mlp in CASES:
-        model = mlp.build(SPLITS, "cuda", torch.bfloat16, on_unfused="error")
-        inputs = Inputs.random(SPLITS, mlp.hidden, "cuda", torch.bfloat16)
-        results = step(model, mlp, inputs)
-        for linear in (model[0], model[2]):
-            linear.accumulate_into_main_grad = True
-            for w in linear.weight_parameters():
-                w.main_grad = torch.zeros(w.shape, dtype=torch.float32, device="cuda")
-        step(model, mlp, inputs)
-        model[:2](inputs.x, *mlp.extras(SPLITS.tensor("cuda"), inputs.probs)[: 1 + mlp.scaled])
-        assert all(t.isfinite().all() for t in results.values())
+    for mlp, several in CASES:
+        for splits in several:
+            run(mlp, splits)
     torch.cuda.synchronize()
     print("done")
 

@@ -97,6 +97,7 @@ def test_storage_rotation_and_random_bytes() -> None:
 
 def test_replayed_graph_draws_fresh_bits_and_a_kept_state_repeats() -> None:
     x, format = torch.full((64, 64), 0.3, device="cuda"), nvfp4(stochastic=True)
+    x[:, ::16] = 6.0  # so that 0.3 lies between two codes, 0 and 0.5; alone it would be the largest, and exact
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         quantize(x, format, state=random_state("cuda"))
