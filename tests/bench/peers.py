@@ -46,9 +46,14 @@ def _swiglu(h: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def compiled_swiglu() -> Callable[[Tensor], Tensor]:
+    """silu(gate)·up of `[gate | up]`, compiled."""
+    return torch.compile(_swiglu, dynamic=False)
+
+
 def torch_layer(p: Problem) -> dict[str, Calls]:
     """torch.nn.functional.grouped_mm and a compiled SwiGLU, without probs."""
-    swiglu = torch.compile(_swiglu, dynamic=False)
+    swiglu = compiled_swiglu()
     ends = p.offsets[1:]
     x = p.x.detach().requires_grad_()
     w1, w2 = p.w1.detach().requires_grad_(), p.w2.detach().requires_grad_()

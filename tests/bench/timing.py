@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-FLUSH_BYTES = 96 * 2**20
+MIB = 2**20
+FLUSH_BYTES = 96 * MIB
 
 
 def medians(
