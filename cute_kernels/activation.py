@@ -45,6 +45,11 @@ class Activation:
             raise ValueError(f"limit must be positive, or None for no clamp; got {self.limit}")
         if self.kind != "clamped_swiglu" and (self.limit, self.alpha, self.offset) != (None, 1.0, 0.0):
             raise ValueError(f"limit, alpha and offset belong to clamped_swiglu; got them for {self.kind}")
+        object.__setattr__(self, "_hash", hash((self.kind, self.limit, self.alpha, self.offset)))
+
+    def __hash__(self) -> int:
+        """Computed once: every launch looks its plan up."""
+        return self._hash  # type: ignore[attr-defined]
 
     @property
     def is_glu(self) -> bool:

@@ -4,16 +4,21 @@ On CPU tensors each runs `reference`; on CUDA the kernels of the device's archit
 carry the signatures of `reference`; see there for formulas, shapes and numerics. A call that a kernel cannot take
 raises ValueError that names the limit, before anything is launched.
 
+`entry_points` gives eager callers the same functions without the operators' dispatch, where nothing would see it.
+
 Optional results (`preact`, `act`, `dprobs`) that were not asked for come back as None; inside the operators they
 are empty tensors, since operator schemas have no optional results.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from cute_kernels import reference
 from cute_kernels.activation import Activation
@@ -22,10 +27,8 @@ _LIBRARY = torch.library.Library("fusible_ops", "DEF")
 
 
 def _hopper(name: str) -> Callable[..., object]:
-    """The Hopper host function called `name`; imported when first used."""
-    from cute_kernels import hopper
-
-    return hopper.function(name)
+    """The Hopper host function called `name`."""
+    return getattr(_host(), name)
 
 
 def _none_as_empty(results: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
@@ -262,3 +265,40 @@ def dact(
     """`reference.dact`."""
     dpreact, dprobs = _OPS.dact(dact, preact, offsets, probs, activation.encode(), need_dprobs)
     return dpreact, _empty_as_none(dprobs, need_dprobs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Calls past the dispatcher
+
+_PLAIN = frozenset({Tensor, Parameter, type(None)})
+
+
+def entry_points(x: Tensor, *others: Tensor | None) -> Any:
+    """Where a caller finds the functions above by name, for operands x and `others`.
+
+    The host functions themselves, which spares each call the dispatcher's 10 to 50 us, or this module: for CPU tensors
+    and tensor subclasses, and while something is to see operators: a compiler, a dispatch mode, functorch, a profiler.
+    """
+    host = _HOSTS.get(x.device.type)
+    if host is None or not _PLAIN.issuperset(map(type, (x, *others))) or _operators_are_seen():
+        return sys.modules[__name__]
+    return host()
+
+
+def _host() -> Any:
+    """The host functions of CUDA devices."""
+    from cute_kernels import hopper
+
+    return hopper.host_functions()
+
+
+_HOSTS: dict[str, Callable[[], Any]] = {"cuda": _host}
+
+
+def _operators_are_seen() -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._profiler_enabled()
+    )

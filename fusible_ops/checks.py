@@ -78,16 +78,16 @@ def row_scales(owner: str, what: str, scales: Tensor, x: Tensor) -> None:
     same_device(owner, what, scales, x.device)
 
 
-def alike(owner: str, parameters: Sequence[Tensor], num_weights: int) -> None:
+def alike(owner: str, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
     """RuntimeError unless all agree in dtype, device and requires_grad, and weights and biases each in shape."""
-    first = parameters[0]
+    first = weights[0]
     dtype, device, wants = first.dtype, first.device, first.requires_grad
-    for i, p in enumerate(parameters):
-        shape = first.shape if i < num_weights else parameters[num_weights].shape
-        if p.dtype != dtype or p.device != device or p.requires_grad != wants or p.shape != shape:
-            what = f"weight {i}" if i < num_weights else f"bias {i - num_weights}"
-            raise RuntimeError(
-                f"{owner}: {what} is {p.dtype} {tuple(p.shape)} on {p.device}, requires_grad={p.requires_grad}; "
-                f"weights and biases must agree with weight 0, {dtype} {tuple(first.shape)} on {device}, "
-                f"requires_grad={wants}"
-            )
+    for kind, parameters in (("weight", weights), ("bias", biases)):
+        for i, p in enumerate(parameters):
+            shape = parameters[0].shape
+            if p.dtype != dtype or p.device != device or p.requires_grad != wants or p.shape != shape:
+                raise RuntimeError(
+                    f"{owner}: {kind} {i} is {p.dtype} {tuple(p.shape)} on {p.device}, "
+                    f"requires_grad={p.requires_grad}; weights and biases must agree with weight 0, "
+                    f"{dtype} {tuple(first.shape)} on {device}, requires_grad={wants}"
+                )

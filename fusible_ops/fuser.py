@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from cute_kernels import reference
 from cute_kernels.limits import dtype_name
 from cute_kernels.target import Target
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from fusible_ops.parameters import Held
 from patterns import RULES, Chain, Plan, Rule, explain, plan
 
 ON_UNFUSED = ("allow", "warn", "error")
@@ -27,11 +29,10 @@ ON_UNFUSED = ("allow", "warn", "error")
 
 @dataclass(frozen=True)
 class _Step:
-    """`op` runs basic ops `start` to `stop`."""
+    """`op` runs the basic ops of `span`."""
 
     op: BasicOperation | FusedOperation
-    start: int
-    stop: int
+    span: slice
 
 
 class _Call:
@@ -39,93 +40,104 @@ class _Call:
 
     def __init__(
         self,
+        fuser: OperationFuser,
         steps: Sequence[_Step],
-        contexts: list[OperationContext],
-        extra_inputs: list[Sequence[Tensor]],
+        held: list[Held],
+        extra_inputs: Sequence[Sequence[Tensor]],
         kwargs: Sequence[dict[str, Any]],
+        autocast_dtype: torch.dtype | None,
     ) -> None:
-        self.steps = steps
-        self.contexts = contexts
-        self.extra_inputs = extra_inputs
-        self.kwargs = kwargs
-        self.param_counts: list[int] = []
-        self.lead_splits: Tensor | None = None
-        """Splits of the first grouped linear, if ops come before it: rows of no group are zeroed for them."""
-        self.trail_splits: Tensor | None = None
-        """Splits of the last grouped linear, if ops after it would put values into rows of no group."""
+        self.fuser, self.steps = fuser, steps
+        self.held, self.extra_inputs, self.kwargs = held, extra_inputs, kwargs
+        self.autocast_dtype = autocast_dtype
+        self.contexts: list[OperationContext] = []
         self.trail_offsets: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.shape[:-1].numel()
-        x = _tokens_only(x, _offsets(self.lead_splits, rows))
+    def forward(self, x: Tensor, needs: tuple[bool, ...], recorded: bool) -> Tensor:
+        """needs: which of x, all parameters and all extra inputs require a gradient. recorded: whether there will be
+        a backward.
+        """
+        fuser = self.fuser
+        contexts = self.contexts = fuser.contexts(self.held, needs, recorded)
+        for ctx, held, source in zip(contexts, self.held, fuser.split_sources, strict=True):
+            ctx.held, ctx.autocast_dtype = held, self.autocast_dtype
+            ctx.split_sizes = self._splits(source)
+        x = _tokens_only(x, _offsets(self._splits(fuser.lead), x))
         for step in self.steps:
-            span = slice(step.start, step.stop)
+            span = step.span
             x, _ = step.op.fuser_forward(
-                self.contexts[span],
+                contexts[span],
                 x,
                 basic_op_extra_inputs=self.extra_inputs[span],
                 prev_op_grad_output_quantizer=None,
                 next_op_input_quantizer=None,
                 basic_op_kwargs=self.kwargs[span],
             )
-        self.trail_offsets = _offsets(self.trail_splits, rows)
+        self.trail_offsets = _offsets(self._splits(fuser.trail), x)
         return _tokens_only(x, self.trail_offsets)
+
+    def _splits(self, index: int | None) -> Tensor | None:
+        """The split sizes that basic op `index` was given."""
+        if index is None:
+            return None
+        return self.extra_inputs[index][self.fuser.basic_ops[index].split_sizes_slot]  # type: ignore[index]
 
     def take_saved(self) -> list[Tensor | None]:
         """What all ops asked to keep, in order; the call itself keeps nothing."""
-        saved = [t for ctx in self.contexts for t in ctx.to_save]
-        self.saved_counts = [len(ctx.to_save) for ctx in self.contexts]
-        self.extra_counts = [len(extras) for extras in self.extra_inputs]
+        saved: list[Tensor | None] = [self.trail_offsets]
+        self.counts = []
         for ctx in self.contexts:
-            ctx.to_save = ()
-        saved.append(self.trail_offsets)
-        self.extra_inputs, self.kwargs = [], []
-        self.lead_splits = self.trail_splits = self.trail_offsets = None
+            saved += ctx.to_save
+            self.counts.append(len(ctx.to_save))
+            ctx.to_save, ctx.split_sizes = (), None
+        self.extra_inputs, self.kwargs, self.trail_offsets = [], [], None
         return saved
 
     def backward(self, saved: Sequence[Tensor | None], grad: Tensor | None) -> list[Tensor | None]:
         """Gradients of (x, all parameters, all extra inputs)."""
-        for step in self.steps:
-            for op, ctx in zip(step.op.fusible_parts(), self.contexts[step.start : step.stop], strict=True):
-                if ctx.requires_grad:
-                    op.check_backward(ctx.owner)
-                if ctx.unchanged is not None:
-                    ctx.unchanged.check(ctx.owner)
+        contexts = self.contexts
+        for op, ctx in zip(self.fuser.basic_ops, contexts, strict=True):
+            if ctx.requires_grad:
+                op.check_backward(ctx)
+            if ctx.unchanged is not None:
+                ctx.unchanged.check(ctx.owner)
         if grad is not None:
-            grad = _tokens_only(grad, saved[-1])
-        at = 0
-        for ctx, count in zip(self.contexts, self.saved_counts, strict=True):
+            grad = _tokens_only(grad, saved[0])
+        at = 1
+        for ctx, count in zip(contexts, self.counts, strict=True):
             ctx.saved_tensors = tuple(saved[at : at + count])
             at += count
-        param_grads: list[Sequence[Tensor | None]] = [[None] * n for n in self.param_counts]
-        extra_grads: list[Sequence[Tensor | None]] = [[None] * n for n in self.extra_counts]
+        param_grads: list[Sequence[Tensor | None]] = [[None] * len(held.parameters) for held in self.held]
+        extra_grads: list[Sequence[Tensor | None]] = [[None] * op.num_extra_inputs for op in self.fuser.basic_ops]
         for step in reversed(self.steps):
-            span = slice(step.start, step.stop)
-            contexts = self.contexts[span]
-            if grad is None or not any(ctx.requires_grad for ctx in contexts):
+            own = contexts[step.span]
+            if grad is None or not any(ctx.requires_grad for ctx in own):
                 grad = None
                 break
-            grad, params, extras = step.op.fuser_backward(
-                contexts, grad, basic_op_grad_extra_outputs=[()] * len(contexts)
+            grad, param_grads[step.span], extra_grads[step.span] = step.op.fuser_backward(
+                own, grad, basic_op_grad_extra_outputs=[()] * len(own)
             )
-            param_grads[span] = params
-            extra_grads[span] = extras
-            for ctx in contexts:
+            for ctx in own:
                 ctx.saved_tensors = ()
-        for got, wanted in zip(param_grads, self.param_counts, strict=True):
-            if len(got) != wanted:
-                raise RuntimeError(f"an op returned {len(got)} parameter gradients, but it has {wanted} parameters")
-        return [grad, *(g for grads in param_grads for g in grads), *(g for grads in extra_grads for g in grads)]
+        result = [grad]
+        for grads, held in zip(param_grads, self.held, strict=True):
+            if len(grads) != len(held.parameters):
+                raise RuntimeError(
+                    f"an op returned {len(grads)} parameter gradients, but it has {len(held.parameters)} parameters"
+                )
+            result += grads
+        for grads in extra_grads:
+            result += grads
+        return result
 
 
-def _offsets(split_sizes: Tensor | None, rows: int) -> Tensor | None:
-    return None if split_sizes is None else reference.group_offsets(split_sizes, rows)
+def _offsets(split_sizes: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if split_sizes is None else reference.group_offsets(split_sizes, x.shape[:-1].numel())
 
 
 def _tokens_only(t: Tensor, offsets: Tensor | None) -> Tensor:
     """t [..., C] with the rows past the last group exactly zero; t itself if there are no groups."""
-    rows = t.shape[:-1].numel()
-    if offsets is None or t.dim() == 0 or rows == 0:
+    if offsets is None or t.dim() == 0 or (rows := t.shape[:-1].numel()) == 0:
         return t
     return reference.tokens_only(t.reshape(rows, t.shape[-1]), offsets).view(t.shape)
 
@@ -162,7 +174,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _Call, *tensors: Tensor) -> Tensor:
-        y = _owned(call.forward(x), x)
+        y = _owned(call.forward(x, ctx.needs_input_grad, True), x)
         ctx.call = call
         ctx.save_for_backward(*call.take_saved())
         return y
@@ -176,6 +188,10 @@ class _Run(torch.autograd.Function):
         with _without_autocast(grad_output.device, _autocast_dtype(grad_output.device)):
             dx, *rest = ctx.call.backward(ctx.saved_tensors, grad_output)
         return dx, None, *rest
+
+
+_record = super(torch.autograd.Function, _Run).apply
+"""`_Run.apply` without its walk over all arguments for what functorch left behind; under functorch no run gets here."""
 
 
 class OperationFuser:
@@ -206,13 +222,20 @@ class OperationFuser:
             f"{type(op).__name__} {op.name or name}".rstrip() for name, op in zip(self.names, self.ops, strict=True)
         ]
         self._owners = [title for title, op in zip(self._titles, self.ops, strict=True) for _ in op.fusible_parts()]
-        grouped = [i for i, op in enumerate(self.basic_ops) if op.split_sizes_slot is not None]
-        after = self.basic_ops[grouped[-1] + 1 :] if grouped else []
-        self._lead = grouped[0] if grouped and grouped[0] > 0 else None
-        self._trail = grouped[-1] if any(not op.keeps_zero_rows for op in after) else None
         for op in self.basic_ops:
             if op.num_extra_outputs:
                 raise NotImplementedError(f"{type(op).__name__} has extra outputs, which are not supported")
+        grouped = [i for i, op in enumerate(self.basic_ops) if op.split_sizes_slot is not None]
+        after = self.basic_ops[grouped[-1] + 1 :] if grouped else []
+        self.lead = grouped[0] if grouped and grouped[0] > 0 else None
+        """The first grouped linear, if ops come before it: rows of no group are zeroed for them."""
+        self.trail = grouped[-1] if any(not op.keeps_zero_rows for op in after) else None
+        """The last grouped linear, if ops after it would put values into rows of no group."""
+        self.split_sources = [max((g for g in grouped if g < i), default=self.lead) for i in range(len(self.basic_ops))]
+        """For each basic op the grouped linear whose splits say which of its rows are tokens, if there is one."""
+        ends = list(itertools.accumulate((op.num_extra_inputs for op in self.basic_ops), initial=0))
+        self._extra_spans = [slice(*ends_of_op) for ends_of_op in itertools.pairwise(ends)]
+        self._contexts: dict[Any, list[OperationContext]] = {}
         self._steps: dict[Any, list[_Step]] = {}
         self._check_widths()
 
@@ -250,7 +273,7 @@ class OperationFuser:
         for planned in made.steps:
             parts = [part for op in self.ops[planned.start : planned.stop] for part in op.fusible_parts()]
             if planned.program is not None:
-                steps.append(_Step(_load(planned.program)(parts), at, at + len(parts)))
+                steps.append(_Step(_load(planned.program)(parts), slice(at, at + len(parts))))
             else:
                 steps += self._unfused(planned.start, planned.stop, at)
             at += len(parts)
@@ -262,7 +285,7 @@ class OperationFuser:
         for op in self.ops[start:stop]:
             for runner in op.unfused_steps():
                 count = len(runner.fusible_parts())
-                steps.append(_Step(runner, at, at + count))
+                steps.append(_Step(runner, slice(at, at + count)))
                 at += count
         return steps
 
@@ -281,46 +304,44 @@ class OperationFuser:
     ) -> Tensor:
         self._check_call(x, extra_inputs, basic_op_kwargs)
         autocast_dtype = _autocast_dtype(x.device)
-        extras: list[Sequence[Tensor]] = []
-        at = 0
-        for op, owner in zip(self.basic_ops, self._owners, strict=True):
-            own = extra_inputs[at : at + op.num_extra_inputs]
+        held, extras = [], []
+        for op, owner, span in zip(self.basic_ops, self._owners, self._extra_spans, strict=True):
+            own = extra_inputs[span]
             op.check_call(x, own, owner)
             extras.append(own)
-            at += op.num_extra_inputs
-        params = [op.autograd_parameters() for op in self.basic_ops]
-        first = self._first_op_requiring_grad(x, params, extras)
-        contexts = self._contexts(first, x.requires_grad, autocast_dtype, extras)
-        for ctx, own_params in zip(contexts, params, strict=True):
-            ctx.wants = [p.requires_grad for p in own_params]
+            held.append(op.hold(owner))
         kwargs = basic_op_kwargs or [{} for _ in self.basic_ops]
-        call = _Call(self.steps(x, autocast_dtype), contexts, extras, kwargs)
-        call.lead_splits, call.trail_splits = self._splits_at(self._lead, extras), self._splits_at(self._trail, extras)
+        call = _Call(self, self.steps(x, autocast_dtype), held, extras, kwargs, autocast_dtype)
+        parameters = [p for own in held for p in own.parameters]
         with _without_autocast(x.device, autocast_dtype):
-            if first == len(self.basic_ops):
-                with torch.no_grad():
-                    return _owned(call.forward(x), x)
-            call.param_counts = [len(p) for p in params]
-            return _Run.apply(x, call, *(p for ps in params for p in ps), *extra_inputs)
+            if torch.is_grad_enabled():
+                return _record(x, call, *parameters, *extra_inputs)
+            needs = (False, False, *[p.requires_grad for p in parameters], *[False] * len(extra_inputs))
+            return _owned(call.forward(x, needs, False), x)
 
-    def _splits_at(self, index: int | None, extras: Sequence[Sequence[Tensor]]) -> Tensor | None:
-        """The split sizes that basic op `index` was given."""
-        return None if index is None else extras[index][self.basic_ops[index].split_sizes_slot]  # type: ignore[index]
+    def contexts(self, held: Sequence[Held], needs: tuple[bool, ...], recorded: bool) -> list[OperationContext]:
+        """A context for each basic op. needs: which of x, one more argument, all parameters and all extra inputs
+        require a gradient; recorded: whether they get one.
+        """
+        key = (needs, recorded, *[len(own.parameters) for own in held])
+        made = self._contexts.get(key)
+        if made is None:
+            made = self._contexts[key] = self._make_contexts(held, needs, recorded)
+        return [ctx.copy() for ctx in made]
 
-    def _contexts(
-        self, first: int, input_requires_grad: bool, autocast_dtype: torch.dtype | None, extras: list[Sequence[Tensor]]
-    ) -> list[OperationContext]:
-        """A context for each basic op; gradients flow from op `first` on."""
-        contexts: list[OperationContext] = []
-        split_sizes = self._splits_at(self._lead, extras)
-        for i, (op, owner) in enumerate(zip(self.basic_ops, self._owners, strict=True)):
-            wanted = i > first or (i == first == 0 and input_requires_grad)
-            ctx = OperationContext(i >= first, wanted, autocast_dtype, owner)
-            ctx.split_sizes = split_sizes
-            contexts.append(ctx)
-            if op.split_sizes_slot is not None:
-                split_sizes = extras[i][op.split_sizes_slot]
-        return contexts
+    def _make_contexts(self, held: Sequence[Held], needs: tuple[bool, ...], recorded: bool) -> list[OperationContext]:
+        flags = iter(needs[2:])
+        wants = [tuple(itertools.islice(flags, len(own.parameters))) for own in held]
+        extra_wants = [tuple(itertools.islice(flags, op.num_extra_inputs)) for op in self.basic_ops]
+        for op, own, owner, flag in zip(self.basic_ops, held, self._owners, wants, strict=True):
+            op.check_wants(own, flag, owner)
+        flows = [any(a) or any(b) for a, b in zip(wants, extra_wants, strict=True)]
+        first = 0 if needs[0] else flows.index(True) if True in flows else len(flows)
+        first = first if recorded else len(flows)
+        return [
+            OperationContext(i >= first, i > first or (i == first == 0 and needs[0]), owner, flag)
+            for i, (owner, flag) in enumerate(zip(self._owners, wants, strict=True))
+        ]
 
     def _check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], kwargs: Sequence[dict[str, Any]] | None) -> None:
         if len(extra_inputs) != self.num_extra_inputs:
@@ -340,20 +361,6 @@ class OperationFuser:
     def _named(self) -> list[tuple[BasicOperation, str]]:
         """Each basic op with what errors call it."""
         return list(zip(self.basic_ops, self._owners, strict=True))
-
-    @staticmethod
-    def _first_op_requiring_grad(
-        x: Tensor, params: Sequence[Sequence[Tensor]], extras: Sequence[Sequence[Tensor]]
-    ) -> int:
-        """The first op through which a gradient flows; the number of ops if none does."""
-        if not torch.is_grad_enabled():
-            return len(params)
-        if x.requires_grad:
-            return 0
-        for i, (own, given) in enumerate(zip(params, extras, strict=True)):
-            if any(t.requires_grad for t in own) or any(t.requires_grad for t in given):
-                return i
-        return len(params)
 
 
 def _load(program: str) -> type[FusedOperation]:

@@ -16,7 +16,16 @@ from cute_kernels import reference
 from cute_kernels.limits import dtype_name
 from fusible_ops import checks
 from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
-from fusible_ops.parameters import Unchanged, WeightGrad, accumulate_main_grads, as_bias, as_operands, main_grads, pack_
+from fusible_ops.parameters import (
+    Held,
+    Unchanged,
+    WeightGrad,
+    accumulate_main_grads,
+    as_bias,
+    as_operands,
+    main_grads,
+    pack_,
+)
 from patterns.chain import OpSpec
 
 
@@ -110,9 +119,12 @@ class GroupedLinear(BasicOperation):
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
-    def autograd_parameters(self) -> list[Parameter]:
+    def hold(self, owner: str) -> Held:
         weights, biases = self.weight_parameters(), self.bias_parameters()
-        return [*biases, *weights] if self._biases_first else [*weights, *biases]
+        held = Held([*biases, *weights] if self._biases_first else [*weights, *biases], weights, biases)
+        # those that are packed are alike: the first speaks for all
+        checks.alike(owner, weights[: 1 if held.weights_packed else None], biases[: 1 if held.biases_packed else None])
+        return held
 
     def weight_parameters(self) -> list[Parameter]:
         """`[weight]`, or `[weight0, …]`."""
@@ -123,9 +135,8 @@ class GroupedLinear(BasicOperation):
         return self._held(self._bias_keys)
 
     def _held(self, keys: list[str]) -> list[Parameter]:
-        held = self._parameters
         try:
-            return [held[key] for key in keys]  # type: ignore[misc]
+            return list(map(self._parameters.__getitem__, keys))  # type: ignore[arg-type]
         except KeyError as missing:
             raise RuntimeError(
                 f"{self.label()}: {missing} is no parameter of this op any more; parametrised weights are not "
@@ -135,8 +146,8 @@ class GroupedLinear(BasicOperation):
     @property
     def first_weight(self) -> Parameter:
         """`weight`, or `weight0`; it speaks for all in dtype, device and requires_grad."""
-        held = self._parameters.get(self._weight_keys[0])
-        return self._held(self._weight_keys[:1])[0] if held is None else held
+        first = self._parameters.get(self._weight_keys[0])
+        return self._held(self._weight_keys[:1])[0] if first is None else first
 
     def expert_weights(self) -> Iterator[Tensor]:
         """Each expert's [N, K] weight, as a view."""
@@ -218,14 +229,13 @@ class GroupedLinear(BasicOperation):
         checks.split_sizes(owner, extra_inputs[0], self.num_groups, self.first_weight.device)
         if self.scale_bias:
             checks.row_scales(owner, "scales", extra_inputs[1], x)
-        checks.alike(owner, [*self.weight_parameters(), *self.bias_parameters()], len(self._weight_keys))
 
-    def check_backward(self, owner: str) -> None:
-        if self.accumulate_into_main_grad and not self.delay_wgrad_compute and self.weights_require_grad():
-            main_grads(self.weight_parameters(), owner)
+    def check_wants(self, held: Held, wants: Sequence[bool], owner: str) -> None:
+        checks.alike(owner, held.weights, held.biases)
 
-    def weights_require_grad(self) -> bool:
-        return self.first_weight.requires_grad
+    def check_backward(self, ctx: OperationContext) -> None:
+        if self.accumulate_into_main_grad and not self.delay_wgrad_compute and ctx.wants[0]:
+            main_grads(ctx.held.weights, ctx.owner)
 
     def fuser_forward(
         self,
@@ -240,15 +250,14 @@ class GroupedLinear(BasicOperation):
         dtype = ctx.compute_dtype(self.weight_dtype)
         x = input_.reshape(-1, self.in_features).to(dtype)
         offsets = reference.group_offsets(extras[0], x.shape[0])
-        weights = as_operands(self.weight_parameters(), dtype, ctx.requires_grad)
-        bias = as_bias(self.bias_parameters(), dtype, ctx.requires_grad) if self.has_bias else None
+        weights, bias = self.operands(ctx, dtype, ctx.requires_grad), self.bias_operand(ctx, dtype, ctx.requires_grad)
         scales = extras[1].reshape(-1) if self.scale_bias else None
         y = reference.grouped_gemm(x, weights, offsets, bias, scales)
         if ctx.requires_grad:
             ctx.input_shape, ctx.dtype = input_.shape, dtype
             ctx.scales_shape = extras[1].shape if scales is not None and extras[1].requires_grad else None
-            read_weights = self.weight_parameters() if ctx.input_requires_grad else []
-            read_biases = self.bias_parameters() if ctx.scales_shape is not None else []
+            read_weights = ctx.held.weights if ctx.input_requires_grad else []
+            read_biases = ctx.held.biases if ctx.scales_shape is not None else []
             ctx.unchanged = Unchanged([*read_weights, *read_biases])
             keep_x = x if ctx.wants[0] else None
             keep_bias = bias if ctx.scales_shape is not None else None
@@ -268,34 +277,42 @@ class GroupedLinear(BasicOperation):
         dscales = None
         if ctx.scales_shape is not None:
             dscales = reference.grouped_dscale(dy, bias, offsets).view(ctx.scales_shape)
-        grads = self.parameter_grads(reference, dy, x, offsets, scales)
+        grads = self.parameter_grads(ctx, reference, dy, x, offsets, scales)
         return dx, [grads], [[None, dscales] if self.scale_bias else [None]]
+
+    def operands(self, ctx: OperationContext, dtype: torch.dtype, records: bool) -> list[Tensor]:
+        """The weights as kernels take them. records: whether gradients are recorded."""
+        return as_operands(ctx.held.weights, ctx.held.weights_packed, dtype, records)
+
+    def bias_operand(self, ctx: OperationContext, dtype: torch.dtype, records: bool) -> Tensor | None:
+        """The bias as kernels take it, if there is one."""
+        return as_bias(ctx.held.biases, ctx.held.biases_packed, dtype, records) if self.has_bias else None
 
     def parameter_grads(
         self,
+        ctx: OperationContext,
         kernels: Any,
         dy: Tensor,
         x: Tensor | None,
         offsets: Tensor,
         scales: Tensor | None = None,
         glu_interleave: int = 0,
-    ) -> list[Tensor | None]:
-        """Gradients in `autograd_parameters()` order, or None for weights whose gradient went elsewhere or waits.
+    ) -> ParamGrads:
+        """Gradients in the order of `ctx.held`, or None for weights whose gradient went elsewhere or waits.
 
         dy [T, N] (as `[gate | linear]` if glu_interleave), x [T, K] (None if the weights are frozen).
         """
         if x is None:
             return [None] * (len(self._weight_keys) + len(self._bias_keys))
-        weight_grads = self._weight_grads(WeightGrad(kernels, dy, x, offsets, glu_interleave))
+        weight_grads = self._weight_grads(ctx.held.weights, WeightGrad(kernels, dy, x, offsets, glu_interleave))
         if not self.has_bias:
-            return list(weight_grads)
-        db = kernels.grouped_dbias(dy, offsets, scales, glu_interleave).to(self.weight_dtype)
+            return weight_grads
+        db = kernels.grouped_dbias(dy, offsets, scales, glu_interleave).to(ctx.held.biases[0].dtype)
         bias_grads = [db] if self.single_grouped_bias else db.unbind(0)
         first, second = (bias_grads, weight_grads) if self._biases_first else (weight_grads, bias_grads)
         return [*first, *second]
 
-    def _weight_grads(self, grad: WeightGrad) -> Sequence[Tensor | None]:
-        weights = self.weight_parameters()
+    def _weight_grads(self, weights: Sequence[Parameter], grad: WeightGrad) -> Sequence[Tensor | None]:
         if self.delay_wgrad_compute:
             self._delayed.append(grad)
             return [None] * len(weights)

@@ -16,7 +16,7 @@ from cute_kernels import reference
 from cute_kernels.limits import dtype_name
 from fusible_ops import checks
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, ParamGrads
-from fusible_ops.parameters import WeightGrad, accumulate_main_grads, as_bias, as_operands, main_grads
+from fusible_ops.parameters import Held, WeightGrad, accumulate_main_grads, as_bias, as_operands, main_grads
 from patterns.chain import OpSpec
 
 
@@ -108,13 +108,14 @@ class BasicLinear(BasicOperation):
         checks.last_dimension(owner, x, self.in_features)
         checks.same_device(owner, "the input", x, self.weight.device)
 
-    def check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], owner: str) -> None:
+    def hold(self, owner: str) -> Held:
         if "weight" not in self._parameters:
             raise RuntimeError(f"{owner}: weight is no parameter any more; parametrised weights are not supported")
+        return Held([self.weight], [self.weight])
 
-    def check_backward(self, owner: str) -> None:
-        if self.accumulate_into_main_grad and self.weight.requires_grad:
-            main_grads([self.weight], owner)
+    def check_backward(self, ctx: OperationContext) -> None:
+        if self.accumulate_into_main_grad and ctx.wants[0]:
+            main_grads(ctx.held.weights, ctx.owner)
 
     def op_forward(self, ctx: OperationContext, input_: Tensor, **_: Any) -> Tensor:
         return self.product(ctx, input_, None)
@@ -123,12 +124,12 @@ class BasicLinear(BasicOperation):
         """x Wᵀ (+ b, before the one rounding). bias: the parameter."""
         self.check_input(input_, ctx.owner)
         dtype = ctx.compute_dtype(self.weight.dtype)
-        (weight,) = as_operands([self.weight], dtype, ctx.requires_grad)
+        (weight,) = as_operands(ctx.held.weights, True, dtype, ctx.requires_grad)
         x, weight = input_.to(dtype), weight[0]
         if ctx.requires_grad:
             ctx.dtype = dtype
             ctx.save_for_backward(x if ctx.wants[0] else None, weight if ctx.input_requires_grad else None)
-        return F.linear(x, weight, None if bias is None else as_bias([bias], dtype, ctx.requires_grad)[0])
+        return F.linear(x, weight, None if bias is None else as_bias([bias], True, dtype, ctx.requires_grad)[0])
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
         x, weight = ctx.saved_tensors
@@ -141,7 +142,7 @@ class BasicLinear(BasicOperation):
             return dx, [dy2d.t() @ x2d]
         rows = torch.full((1,), x2d.shape[0], dtype=torch.int32, device=x.device)
         grad = WeightGrad(reference, dy2d, x2d, reference.group_offsets(rows, x2d.shape[0]))
-        return dx, accumulate_main_grads([self.weight], grad, ctx.owner)
+        return dx, accumulate_main_grads(ctx.held.weights, grad, ctx.owner)
 
 
 class Bias(BasicOperation):
@@ -193,7 +194,7 @@ class Bias(BasicOperation):
         checks.float_input(ctx.owner, input_)
         checks.last_dimension(ctx.owner, input_, self.size)
         checks.same_device(ctx.owner, "the input", input_, self.bias.device)
-        return input_ + as_bias([self.bias], ctx.compute_dtype(self.bias.dtype), ctx.requires_grad)[0]
+        return input_ + as_bias([self.bias], True, ctx.compute_dtype(self.bias.dtype), ctx.requires_grad)[0]
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
         db = grad_output.reshape(-1, self.size).sum(0) if ctx.wants[0] else None

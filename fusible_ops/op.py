@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
-from fusible_ops.parameters import Unchanged, parameters_of
+from fusible_ops.parameters import Held, Unchanged, parameters_of
 from patterns.chain import OpSpec
 
 ParamGrads = Sequence[Tensor | None]
@@ -26,28 +25,37 @@ class OperationContext:
     requires_grad: whether any gradient flows through this op. input_requires_grad: whether its input wants one.
     autocast_dtype: the dtype of an active `torch.autocast`, else None. owner: how errors call the op.
     split_sizes: those of the grouped linear before this op in the run (for the first ops: after them), if there is one;
-    rows past their sum are no tokens. wants: which parameters required a gradient at forward, in their order.
-    unchanged: parameters that backward reads; it raises before anything runs if one was changed in place.
+    rows past their sum are no tokens. held: the op's parameters as forward finds them. wants: which of them required a
+    gradient at forward, in their order. unchanged: parameters that backward reads; it raises before anything runs if
+    one was changed in place.
     Any further attribute may be attached; tensors go through `save_for_backward` and are in `saved_tensors` during
     backward.
     """
+
+    autocast_dtype: torch.dtype | None = None
+    split_sizes: Tensor | None = None
+    held: Held
+    unchanged: Unchanged | None = None
+    to_save: tuple[Tensor | None, ...] = ()
+    saved_tensors: tuple[Any, ...] = ()
 
     def __init__(
         self,
         requires_grad: bool = False,
         input_requires_grad: bool = False,
-        autocast_dtype: torch.dtype | None = None,
         owner: str = "",
+        wants: tuple[bool, ...] = (),
     ) -> None:
         self.requires_grad = requires_grad
         self.input_requires_grad = input_requires_grad
-        self.autocast_dtype = autocast_dtype
         self.owner = owner
-        self.split_sizes: Tensor | None = None
-        self.wants: list[bool] = []
-        self.unchanged: Unchanged | None = None
-        self.to_save: tuple[Tensor | None, ...] = ()
-        self.saved_tensors: tuple[Any, ...] = ()
+        self.wants = wants
+
+    def copy(self) -> OperationContext:
+        """Another context with the same attributes."""
+        other = OperationContext.__new__(OperationContext)
+        other.__dict__.update(self.__dict__)
+        return other
 
     if TYPE_CHECKING:
 
@@ -128,17 +136,20 @@ class BasicOperation(FusibleOperation):
         """How errors call this op where its place in a run is not known."""
         return f"{type(self).__name__} {self.name}".rstrip()
 
-    def autograd_parameters(self) -> list[Parameter]:
-        """The parameters in the order in which backward returns their gradients."""
-        return parameters_of(self)
+    def hold(self, owner: str) -> Held:
+        """The parameters as they are now. Raises for those that this op cannot take. owner: how the error calls it."""
+        return Held(parameters_of(self))
 
     def check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], owner: str) -> None:
-        """Raise for extra inputs, or parameters, that this op cannot take; called for all ops before any runs.
+        """Raise for extra inputs that this op cannot take; called for all ops before any runs.
 
         x: the input of the run, which has the rows. owner: how the error calls this op. Must not ask the device.
         """
 
-    def check_backward(self, owner: str) -> None:
+    def check_wants(self, held: Held, wants: Sequence[bool], owner: str) -> None:
+        """Raise for a mix of parameters with and without a gradient that this op cannot take. Asked once for a mix."""
+
+    def check_backward(self, ctx: OperationContext) -> None:
         """Raise for what backward will not find (`main_grad`); called for all ops before any runs backward."""
 
     def input_width(self) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,18 +27,40 @@ def parameters_of(op: nn.Module) -> list[Parameter]:
     return [p for p in op._parameters.values() if p is not None]
 
 
+_KIND = attrgetter("dtype", "shape")
+_VERSION = attrgetter("_version")
+
+
 def are_packed(tensors: Sequence[Tensor]) -> bool:
-    """Whether the tensors are contiguous, of one shape and dtype, and lie one after another in one storage."""
-    first, last = tensors[0], tensors[-1]
-    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+    """Whether the tensors are contiguous, of one shape and dtype, and lie one after another in one storage.
+
+    Called for all parameters at every forward, since `p.data` may be replaced at any time: no loop in Python.
+    """
+    first, count = tensors[0], len(tensors)
+    if count == 1:
+        return first.is_contiguous()
+    start, step = first.data_ptr(), first.numel() * first.element_size()
+    if step == 0 or list(map(Tensor.data_ptr, tensors)) != list(range(start, start + count * step, step)):
         return False
-    shape, dtype, step = first.shape, first.dtype, first.numel() * first.element_size()
-    place = first.data_ptr()
-    for t in tensors:
-        if t.data_ptr() != place or not t.is_contiguous() or t.shape != shape or t.dtype != dtype:
-            return False
-        place += step
-    return True
+    if not all(map(Tensor.is_contiguous, tensors)) or list(map(_KIND, tensors)).count(_KIND(first)) != count:
+        return False
+    return first.untyped_storage().data_ptr() == tensors[-1].untyped_storage().data_ptr()
+
+
+class Held:
+    """The parameters of one op as a call finds them: `weights` and `biases`, and whether each are packed.
+
+    parameters: all, in the order in which backward returns gradients.
+    """
+
+    __slots__ = ("biases", "biases_packed", "parameters", "weights", "weights_packed")
+
+    def __init__(
+        self, parameters: list[Parameter], weights: Sequence[Parameter] = (), biases: Sequence[Parameter] = ()
+    ) -> None:
+        self.parameters, self.weights, self.biases = parameters, weights, biases
+        self.weights_packed = bool(weights) and are_packed(weights)
+        self.biases_packed = bool(biases) and are_packed(biases)
 
 
 def pack_(parameters: Sequence[Parameter]) -> None:
@@ -54,18 +77,17 @@ def pack_(parameters: Sequence[Parameter]) -> None:
             p.data = place
 
 
-def as_operands(parameters: Sequence[Tensor], dtype: torch.dtype, records: bool) -> list[Tensor]:
+def as_operands(parameters: Sequence[Tensor], packed: bool, dtype: torch.dtype, records: bool) -> list[Tensor]:
     """The parameters as kernels take them: `[one stacked tensor]`, or the separate tensors if they are not packed.
 
     A dtype that differs from the parameters' (autocast) costs one stacked cast, kept as `casts` says; tensors too far
     apart for the kernels are stacked. records: whether gradients are recorded.
     """
-    if parameters[0].dtype != dtype:
-        return casts.cast(parameters, dtype, records, lambda: [_cast(parameters, 3, dtype)])
+    if parameters[0].dtype is not dtype:
+        return casts.cast(parameters, dtype, records, lambda: [_cast(parameters, packed, 3, dtype)])
     casts.forget(parameters)
-    whole = _whole(parameters, 3)
-    if whole is not None:
-        return [_readable(whole)]
+    if packed or len(parameters) == 1:
+        return [_readable(_whole(parameters, 3))]
     separate = [_readable(p.detach()) for p in parameters]
     places = [t.data_ptr() for t in separate]
     if max(places) - min(places) > SEPARATE_SPAN_BYTES:
@@ -73,34 +95,31 @@ def as_operands(parameters: Sequence[Tensor], dtype: torch.dtype, records: bool)
     return separate
 
 
-def as_bias(parameters: Sequence[Tensor], dtype: torch.dtype, records: bool) -> Tensor:
+def as_bias(parameters: Sequence[Tensor], packed: bool, dtype: torch.dtype, records: bool) -> Tensor:
     """The bias parameters as one `[G, N]` tensor; stacks them only if they are not packed. records: as above."""
-    if parameters[0].dtype != dtype:
-        return casts.cast(parameters, dtype, records, lambda: [_cast(parameters, 2, dtype)])[0]
+    if parameters[0].dtype is not dtype:
+        return casts.cast(parameters, dtype, records, lambda: [_cast(parameters, packed, 2, dtype)])[0]
     casts.forget(parameters)
-    whole = _whole(parameters, 2)
-    return torch.stack([p.detach() for p in parameters]) if whole is None else whole
+    if packed or len(parameters) == 1:
+        return _whole(parameters, 2)
+    return torch.stack([p.detach() for p in parameters])
 
 
-def _whole(parameters: Sequence[Tensor], dims: int) -> Tensor | None:
-    """All parameters as one tensor of `dims` dimensions without a copy; None if they lie apart."""
+def _whole(parameters: Sequence[Tensor], dims: int) -> Tensor:
+    """One parameter, or those that are packed, as one tensor of `dims` dimensions without a copy."""
     first = parameters[0].detach()
     if len(parameters) == 1:
         return first if first.dim() == dims else first.unsqueeze(0)
-    if not are_packed(parameters):
-        return None
     return first.as_strided((len(parameters), *first.shape), (first.numel(), *first.stride()))
 
 
-def _cast(parameters: Sequence[Tensor], dims: int, dtype: torch.dtype) -> Tensor:
+def _cast(parameters: Sequence[Tensor], packed: bool, dims: int, dtype: torch.dtype) -> Tensor:
     """All parameters in `dtype` in one new tensor of `dims` dimensions."""
-    first, whole = parameters[0], _whole(parameters, dims)
-    shape = (len(parameters), *first.shape) if whole is None else whole.shape
-    made = torch.empty(shape, dtype=dtype, device=first.device)
-    if whole is None:
-        torch._foreach_copy_(list(made.unbind(0)), [p.detach() for p in parameters])
-    else:
-        made.copy_(whole)
+    if packed or len(parameters) == 1:
+        whole = _whole(parameters, dims)
+        return torch.empty(whole.shape, dtype=dtype, device=whole.device).copy_(whole)
+    made = torch.empty(len(parameters), *parameters[0].shape, dtype=dtype, device=parameters[0].device)
+    torch._foreach_copy_(list(made.unbind(0)), [p.detach() for p in parameters])
     return made
 
 
@@ -116,12 +135,16 @@ class Unchanged:
     Autograd sees such a change only where it kept the tensor itself; of a stacked view it sees the first one's.
     """
 
+    __slots__ = ("_parameters", "_versions")
+
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._seen = [(p, p._version) for p in parameters]
+        self._parameters, self._versions = parameters, list(map(_VERSION, parameters))
 
     def check(self, owner: str) -> None:
         """RuntimeError if a parameter is at another version."""
-        for i, (p, version) in enumerate(self._seen):
+        if list(map(_VERSION, self._parameters)) == self._versions:
+            return
+        for i, (p, version) in enumerate(zip(self._parameters, self._versions, strict=True)):
             if p._version != version:
                 raise RuntimeError(
                     f"{owner}: parameter {i} was changed in place between forward and backward (version {version}, now "
@@ -149,13 +172,15 @@ class WeightGrad:
 
     def compute(self, weights: Sequence[Parameter]) -> list[Tensor]:
         """A fresh gradient for each parameter; views of one buffer. In FP32 for FP32 parameters (autocast)."""
-        if weights[0].dtype == torch.float32 != self.x.dtype:
+        if weights[0].dtype is torch.float32 is not self.x.dtype:
             shape = (self.offsets.shape[0] - 1, self.dy.shape[1], self.x.shape[1])
             dw = torch.empty(shape, dtype=torch.float32, device=self.x.device)
             self.write([dw], accumulate=False)
         else:
             dw = self.kernels.grouped_wgrad(self.dy, self.x, self.offsets, self.glu_interleave)
-        return [dw.view_as(weights[0])] if len(weights) == 1 else list(dw.unbind(0))
+        if len(weights) > 1:
+            return list(dw.unbind(0))
+        return [dw if weights[0].dim() == 3 else dw.view_as(weights[0])]
 
     def write(self, out: Sequence[Tensor], accumulate: bool) -> None:
         """Write into, or add to, the given buffers (one `[G, N, K]` or G `[N, K]`)."""

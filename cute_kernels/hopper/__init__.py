@@ -1,9 +1,11 @@
-"""Kernels for Hopper (SM90). `function(name)` gives a host function; CUTLASS is imported when a kernel is built."""
+"""Kernels for Hopper (SM90). `host_functions()` are the entry points; CUTLASS is imported when a kernel is built."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from importlib import import_module
+from types import SimpleNamespace
 
 _MODULES = {
     "grouped_gemm": "grouped_gemm",
@@ -22,3 +24,9 @@ _MODULES = {
 def function(name: str) -> Callable:
     """The host function called `name`, with the signature it has in `cute_kernels.reference`."""
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+@functools.cache
+def host_functions() -> SimpleNamespace:
+    """All host functions by name; imported at the first call."""
+    return SimpleNamespace(**{name: function(name) for name in _MODULES})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,12 +28,43 @@ from cute_kernels.catalog import (
 )
 from cute_kernels.hopper.configs import Options, choose, grid_size
 from cute_kernels.hopper.device_table import addresses, device_table
-from cute_kernels.hopper.operands import VECTOR_BYTES, check_offsets, check_shape, multiprocessors, readable
+from cute_kernels.hopper.operands import (
+    KEPT,
+    VECTOR_BYTES,
+    ListFacts,
+    TensorFacts,
+    check_offsets,
+    check_shape,
+    facts,
+    facts_or_none,
+    is_readable,
+    list_facts,
+    multiprocessors,
+    readable,
+)
 from cute_kernels.limits import dtype_name
 
 MODULE = "cute_kernels.hopper.grouped_gemm_kernel"
 ARCH = SM90_GROUPED_GEMM.arch
 FACTOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What follows from the facts of all operands of one product.
+
+    rows: of x. n, k: rows and columns of one group's weight. tiles: column tiles of the product. grid: CTAs.
+    readable: rows may be read as they lie.
+    """
+
+    kernel: Kernel
+    options: Options
+    rows: int
+    n: int
+    k: int
+    tiles: int
+    grid: int
+    readable: bool
 
 
 def grouped_gemm(
@@ -44,35 +76,57 @@ def grouped_gemm(
     sm_margin: int = 0,
 ) -> Tensor:
     """`reference.grouped_gemm`: y [T, N]. sm_margin: SMs to leave free."""
+    scale = None if bias is None else bias_scale
+    plan = _gemm_plan(
+        facts(x), list_facts(weights), facts(offsets), facts_or_none(bias), facts_or_none(scale), sm_margin
+    )
+    y = torch.empty(plan.rows, plan.n, dtype=x.dtype, device=x.device)
+    _run(plan, x, weights, offsets, (y, _whole(bias), _contiguous(scale)))
+    return y
+
+
+@functools.lru_cache(KEPT)
+def _gemm_plan(
+    x: TensorFacts,
+    weights: ListFacts,
+    offsets: TensorFacts,
+    bias: TensorFacts | None,
+    scale: TensorFacts | None,
+    sm_margin: int,
+) -> Plan:
     kernel = SM90_GROUPED_GEMM
-    rows, (n, k) = x.shape[0], _sizes(kernel, weights)
+    n, k = _sizes(kernel, weights)
     groups = _check_product(kernel, "x", x, k, weights, offsets)
-    bias = _check_bias(kernel, bias, groups, n, x)
-    scale = _check_factor(kernel, "bias_scale", bias_scale if bias is not None else None, x)
+    _check_bias(kernel, bias, groups, n, x)
+    _check_factor(kernel, "bias_scale", scale, x)
     options = _options(
         kernel, "store", x.dtype, n, K=k, N=n,
-        separate=_separate(weights), has_bias=bias is not None, factor=_name(scale),
+        separate=weights.separate, has_bias=bias is not None, factor=_name(scale),
     )  # fmt: skip
-    y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    _run(kernel, options, x, weights, offsets, (y, bias, scale), n, sm_margin)
-    return y
+    return _plan(kernel, options, (x,), groups, n, k, n, sm_margin)
 
 
 def grouped_gemm_dgrad(
     dy: Tensor, weights: Sequence[Tensor], offsets: Tensor, glu_interleave: int = 0, sm_margin: int = 0
 ) -> Tensor:
     """`reference.grouped_gemm_dgrad`: dx [T, K]. sm_margin: SMs to leave free."""
+    plan = _dgrad_plan(facts(dy), list_facts(weights), facts(offsets), glu_interleave, sm_margin)
+    dx = torch.empty(plan.rows, plan.k, dtype=dy.dtype, device=dy.device)
+    _run(plan, dy, weights, offsets, (dx, None, None))
+    return dx
+
+
+@functools.lru_cache(KEPT)
+def _dgrad_plan(dy: TensorFacts, weights: ListFacts, offsets: TensorFacts, glu_interleave: int, sm_margin: int) -> Plan:
     kernel = SM90_GROUPED_GEMM_DGRAD
-    rows, (n, k) = dy.shape[0], _sizes(kernel, weights)
-    _check_product(kernel, "dy", dy, n, weights, offsets)
+    n, k = _sizes(kernel, weights)
+    groups = _check_product(kernel, "dy", dy, n, weights, offsets)
     _check_interleave(kernel, glu_interleave, n)
     options = _options(
         kernel, "store", dy.dtype, k, K=k, N=n,
-        contracts_rows=True, separate=_separate(weights), glu_interleave=glu_interleave,
+        contracts_rows=True, separate=weights.separate, glu_interleave=glu_interleave,
     )  # fmt: skip
-    dx = torch.empty(rows, k, dtype=dy.dtype, device=dy.device)
-    _run(kernel, options, dy, weights, offsets, (dx, None, None), k, sm_margin)
-    return dx
+    return _plan(kernel, options, (dy,), groups, n, k, k, sm_margin)
 
 
 def grouped_gemm_act(
@@ -91,23 +145,42 @@ def grouped_gemm_act(
 
     zero_tail=False leaves the tail rows of both undefined.
     """
+    plan = _act_plan(
+        facts(x), list_facts(weights), facts(offsets), activation, facts_or_none(bias), facts_or_none(probs),
+        glu_interleave, save_preact, zero_tail, sm_margin,
+    )  # fmt: skip
+    act = torch.empty(plan.rows, plan.n // activation.halves, dtype=x.dtype, device=x.device)
+    preact = torch.empty(plan.rows, plan.n, dtype=x.dtype, device=x.device) if save_preact else None
+    _run(plan, x, weights, offsets, (act, preact, _whole(bias), _contiguous(probs)))
+    return act, preact
+
+
+@functools.lru_cache(KEPT)
+def _act_plan(
+    x: TensorFacts,
+    weights: ListFacts,
+    offsets: TensorFacts,
+    activation: Activation,
+    bias: TensorFacts | None,
+    probs: TensorFacts | None,
+    glu_interleave: int,
+    save_preact: bool,
+    zero_tail: bool,
+    sm_margin: int,
+) -> Plan:
     kernel = SM90_GROUPED_GEMM_ACT
-    rows, (n, k) = x.shape[0], _sizes(kernel, weights)
+    n, k = _sizes(kernel, weights)
     groups = _check_product(kernel, "x", x, k, weights, offsets)
-    bias = _check_bias(kernel, bias, groups, n, x)
-    probs = _check_factor(kernel, "probs", probs, x)
+    _check_bias(kernel, bias, groups, n, x)
+    _check_factor(kernel, "probs", probs, x)
     if n % activation.halves:
         raise ValueError(f"{kernel.name}: N is {n}, needs gate and up halves of the same size for {activation.kind}")
-    width = n // activation.halves
     options = _options(
-        kernel, "act", x.dtype, n, K=k, N=n, I=width, activation=activation, glu_interleave=glu_interleave,
-        separate=_separate(weights), has_bias=bias is not None, factor=_name(probs),
+        kernel, "act", x.dtype, n, K=k, N=n, I=n // activation.halves, activation=activation,
+        glu_interleave=glu_interleave, separate=weights.separate, has_bias=bias is not None, factor=_name(probs),
         keeps=save_preact, zero_tail=zero_tail,
     )  # fmt: skip
-    act = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    preact = torch.empty(rows, n, dtype=x.dtype, device=x.device) if save_preact else None
-    _run(kernel, options, x, weights, offsets, (act, preact, bias, probs), n, sm_margin)
-    return act, preact
+    return _plan(kernel, options, (x,), groups, n, k, n, sm_margin)
 
 
 def grouped_gemm_dact(
@@ -126,44 +199,76 @@ def grouped_gemm_dact(
 
     zero_tail=False leaves the tail rows of dpreact and act undefined; those of dprobs are always zero.
     """
-    kernel = SM90_GROUPED_GEMM_DACT
-    rows, (h, width) = dy.shape[0], _sizes(kernel, weights)
-    _check_product(kernel, "dy", dy, h, weights, offsets)
-    check_shape(kernel.name, "preact", preact, (rows, activation.halves * width), dy, (dy.dtype,))
-    probs = _check_factor(kernel, "probs", probs, dy)
-    options = _options(
-        kernel, "dact", dy.dtype, width, H=h, I=width, activation=activation, contracts_rows=True,
-        separate=_separate(weights), factor=_name(probs), keeps=need_act, has_dprobs=need_dprobs, zero_tail=zero_tail,
+    plan = _dact_plan(
+        facts(dy), list_facts(weights), facts(offsets), facts(preact), activation, facts_or_none(probs),
+        need_act, need_dprobs, zero_tail, sm_margin,
     )  # fmt: skip
     dpreact = torch.empty(preact.shape, dtype=dy.dtype, device=dy.device)
-    act = torch.empty(rows, width, dtype=dy.dtype, device=dy.device) if need_act else None
-    tiles = options.config.column_tiles(width)
-    partial = torch.empty(rows, tiles, dtype=torch.float32, device=dy.device) if need_dprobs else None
-    outputs = (dpreact, act, partial, readable(preact), probs)
-    _run(kernel, options, dy, weights, offsets, outputs, width, sm_margin)
-    return dpreact, act, None if partial is None else partial.sum(1)
+    act = torch.empty(plan.rows, plan.k, dtype=dy.dtype, device=dy.device) if need_act else None
+    partial = torch.empty(plan.rows, plan.tiles, dtype=torch.float32, device=dy.device) if need_dprobs else None
+    preact = preact if plan.readable else readable(preact)
+    _run(plan, dy, weights, offsets, (dpreact, act, partial, preact, _contiguous(probs)))
+    return dpreact, act, None if partial is None else _sum_of_rows(partial)
+
+
+@functools.lru_cache(KEPT)
+def _dact_plan(
+    dy: TensorFacts,
+    weights: ListFacts,
+    offsets: TensorFacts,
+    preact: TensorFacts,
+    activation: Activation,
+    probs: TensorFacts | None,
+    need_act: bool,
+    need_dprobs: bool,
+    zero_tail: bool,
+    sm_margin: int,
+) -> Plan:
+    kernel = SM90_GROUPED_GEMM_DACT
+    h, width = _sizes(kernel, weights)
+    groups = _check_product(kernel, "dy", dy, h, weights, offsets)
+    check_shape(kernel.name, "preact", preact, (dy.shape[0], activation.halves * width), dy, (dy.dtype,))
+    _check_factor(kernel, "probs", probs, dy)
+    options = _options(
+        kernel, "dact", dy.dtype, width, H=h, I=width, activation=activation, contracts_rows=True,
+        separate=weights.separate, factor=_name(probs), keeps=need_act, has_dprobs=need_dprobs, zero_tail=zero_tail,
+    )  # fmt: skip
+    return _plan(kernel, options, (dy, preact), groups, h, width, width, sm_margin)
+
+
+def _sum_of_rows(partial: Tensor) -> Tensor:
+    """The sum of each row of [T, tiles]; of one tile it is that tile's, without a launch."""
+    return partial.sum(1) if partial.shape[1] > 1 else partial.view(-1)
+
+
+def _plan(
+    kernel: Kernel,
+    options: Options,
+    by_row: tuple[TensorFacts, ...],
+    groups: int,
+    n: int,
+    k: int,
+    columns: int,
+    sm_margin: int,
+) -> Plan:
+    """by_row: operands that the kernel reads by rows, x first. columns: of the product."""
+    rows, tiles = by_row[0].shape[0], options.config.column_tiles(columns)
+    grid = grid_size(rows, groups, tiles, multiprocessors(kernel, by_row[0].device), sm_margin)
+    return Plan(kernel, options, rows, n, k, tiles, grid, all(map(is_readable, by_row)))
 
 
 def _run(
-    kernel: Kernel,
-    options: Options,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    offsets: Tensor,
-    epilogue: tuple[Tensor | None, ...],
-    columns: int,
-    sm_margin: int,
+    plan: Plan, x: Tensor, weights: Sequence[Tensor], offsets: Tensor, epilogue: tuple[Tensor | None, ...]
 ) -> None:
     """Launch on the current stream of x's device; nothing where there are no rows."""
-    sms = multiprocessors(kernel, x.device)
-    grid = grid_size(x.shape[0], offsets.shape[0] - 1, options.config.column_tiles(columns), sms, sm_margin)
-    if x.shape[0] == 0:
+    if plan.rows == 0:
         return
     stream = launch.current_stream(x.device)
     base, table = weights[0], None
-    if options.separate:
-        base, table = _table(kernel.name, weights, x.device, stream)
-    launch.kernel(MODULE, options, ARCH)(readable(x), base, table, offsets, epilogue, grid, stream)
+    if plan.options.separate:
+        base, table = _table(plan.kernel.name, weights, x.device, stream)
+    x = x if plan.readable else readable(x)
+    launch.kernel(MODULE, plan.options, ARCH)(x, base, table, offsets, epilogue, plan.grid, stream)
 
 
 def _table(name: str, weights: Sequence[Tensor], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
@@ -208,58 +313,58 @@ def _options(
     return Options(kind, dtype_name(dtype), config, activation=activation, glu_interleave=interleave, **facts)
 
 
-def _separate(weights: Sequence[Tensor]) -> bool:
-    return len(weights) != 1 or weights[0].dim() != 3
-
-
-def _name(factor: Tensor | None) -> str:
+def _name(factor: TensorFacts | None) -> str:
     return "" if factor is None else dtype_name(factor.dtype)
 
 
-def _sizes(kernel: Kernel, weights: Sequence[Tensor]) -> tuple[int, int]:
+def _whole(bias: Tensor | None) -> Tensor | None:
+    """The bias as kernels read it: contiguous, from a multiple of 16 bytes on."""
+    if bias is None or (bias.is_contiguous() and bias.data_ptr() % VECTOR_BYTES == 0):
+        return bias
+    return bias.clone(memory_format=torch.contiguous_format)
+
+
+def _contiguous(factor: Tensor | None) -> Tensor | None:
+    return None if factor is None else factor.contiguous()
+
+
+def _sizes(kernel: Kernel, weights: ListFacts) -> tuple[int, int]:
     """(rows, columns) of one group's weight."""
-    if not weights or weights[0].dim() != 2 + (not _separate(weights)):
-        shapes = [list(w.shape) for w in weights[:1]]
+    shapes = [list(kind.shape) for kind in weights.kinds[:1]]
+    if not shapes or len(shapes[0]) != 2 + (not weights.separate):
         raise ValueError(f"{kernel.name}: weights starts with {shapes}, needs one [G, N, K] or G tensors [N, K]")
-    rows, columns = weights[0].shape[-2:]
+    rows, columns = shapes[0][-2:]
     return rows, columns
 
 
 def _check_product(
-    kernel: Kernel, letter: str, x: Tensor, contracted: int, weights: Sequence[Tensor], offsets: Tensor
+    kernel: Kernel, letter: str, x: TensorFacts, contracted: int, weights: ListFacts, offsets: TensorFacts
 ) -> int:
     """The number of groups, if operands fit each other and memory is as the kernel reads it."""
     groups = check_offsets(kernel.name, offsets, x)
-    if x.dim() != 2:
-        raise ValueError(f"{kernel.name}: {letter} has {x.dim()} dimensions, needs 2: [T, {contracted}]")
-    check_shape(kernel.name, letter, x, (x.shape[0], contracted), weights[0], (weights[0].dtype,))
-    separate = _separate(weights)
-    if separate and len(weights) != groups:
-        raise ValueError(f"{kernel.name}: weights has {len(weights)} tensors, needs one [G, N, K] or {groups} [N, K]")
-    shape = tuple(weights[0].shape) if separate else (groups, *weights[0].shape[1:])
-    fit = torch.Size(shape), x.dtype, x.device
-    for w in weights:
-        if (w.shape, w.dtype, w.device) != fit:
-            check_shape(kernel.name, "weights", w, shape, x, (x.dtype,))
-        if not w.is_contiguous() or w.data_ptr() % VECTOR_BYTES:
+    if len(x.shape) != 2:
+        raise ValueError(f"{kernel.name}: {letter} has {len(x.shape)} dimensions, needs 2: [T, {contracted}]")
+    first = weights.kinds[0]
+    check_shape(kernel.name, letter, x, (x.shape[0], contracted), first, (first.dtype,))
+    if weights.separate and weights.length != groups:
+        raise ValueError(f"{kernel.name}: weights has {weights.length} tensors, needs one [G, N, K] or {groups} [N, K]")
+    shape = tuple(first.shape) if weights.separate else (groups, *first.shape[1:])
+    for w in weights.kinds:
+        check_shape(kernel.name, "weights", w, shape, x, (x.dtype,))
+        if not w.is_contiguous() or not w.aligned:
             wanted = f"contiguous and starting at a multiple of {VECTOR_BYTES} bytes"
             raise ValueError(f"{kernel.name}: weights need to be {wanted}")
     return groups
 
 
-def _check_bias(kernel: Kernel, bias: Tensor | None, groups: int, columns: int, x: Tensor) -> Tensor | None:
-    if bias is None:
-        return None
-    check_shape(kernel.name, "bias", bias, (groups, columns), x, (x.dtype,))
-    whole = bias.is_contiguous() and bias.data_ptr() % VECTOR_BYTES == 0
-    return bias if whole else bias.clone(memory_format=torch.contiguous_format)
+def _check_bias(kernel: Kernel, bias: TensorFacts | None, groups: int, columns: int, x: TensorFacts) -> None:
+    if bias is not None:
+        check_shape(kernel.name, "bias", bias, (groups, columns), x, (x.dtype,))
 
 
-def _check_factor(kernel: Kernel, letter: str, factor: Tensor | None, x: Tensor) -> Tensor | None:
-    if factor is None:
-        return None
-    check_shape(kernel.name, letter, factor, (x.shape[0],), x, FACTOR_DTYPES)
-    return factor.contiguous()
+def _check_factor(kernel: Kernel, letter: str, factor: TensorFacts | None, x: TensorFacts) -> None:
+    if factor is not None:
+        check_shape(kernel.name, letter, factor, (x.shape[0],), x, FACTOR_DTYPES)
 
 
 def _check_interleave(kernel: Kernel, block: int, rows: int) -> None:

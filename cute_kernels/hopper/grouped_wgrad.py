@@ -19,7 +19,19 @@ from cute_kernels import launch
 from cute_kernels.catalog import SM90_GROUPED_WGRAD
 from cute_kernels.hopper.device_table import addresses, device_table
 from cute_kernels.hopper.grouped_wgrad_configs import WgradConfig, choose
-from cute_kernels.hopper.operands import VECTOR_BYTES, check_offsets, check_shape, multiprocessors, readable
+from cute_kernels.hopper.operands import (
+    KEPT,
+    VECTOR_BYTES,
+    ListFacts,
+    TensorFacts,
+    check_offsets,
+    check_shape,
+    facts,
+    is_readable,
+    list_facts,
+    multiprocessors,
+    readable,
+)
 from cute_kernels.limits import dtype_name
 
 MODULE = "cute_kernels.hopper.grouped_wgrad_kernel"
@@ -42,6 +54,16 @@ class WgradOptions:
     separate: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What follows from the facts of all operands. readable: dy and x may be read as they lie. grid: CTAs."""
+
+    options: WgradOptions
+    strip: int
+    grid: int
+    readable: bool
+
+
 def grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor, glu_interleave: int = 0, sm_margin: int = 0) -> Tensor:
     """`reference.grouped_wgrad`: [G, N, K] in x's dtype. sm_margin: SMs to leave free."""
     dw = torch.empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
@@ -59,24 +81,39 @@ def grouped_wgrad_(
     sm_margin: int = 0,
 ) -> None:
     """`reference.grouped_wgrad_`: write into `out`, or add to it. sm_margin: SMs to leave free."""
-    groups = check_offsets(NAME, offsets, x)
-    check_shape(NAME, "x", x, (dy.shape[0], x.shape[-1]), dy, (dy.dtype,))
-    rows, columns = dy.shape[1], x.shape[1]
-    stacked = _check_out(out, groups, rows, columns, x)
-    options = _options(x.dtype, out[0].dtype, rows, columns, glu_interleave, accumulate, not stacked)
-    sms = multiprocessors(SM90_GROUPED_WGRAD, x.device)
-    if sm_margin < 0:
-        raise ValueError(f"{NAME}: sm_margin is {sm_margin}, needs at least 0")
+    plan = _plan(list_facts(out), facts(dy), facts(x), facts(offsets), glu_interleave, accumulate, sm_margin)
     if dy.shape[0] == 0:
         if not accumulate:
             torch._foreach_zero_(list(out))
         return
     stream = launch.current_stream(x.device)
-    target = (out[0],) if stacked else _lowest_and_table(out, x.device, stream)
+    target = _lowest_and_table(out, x.device, stream) if plan.options.separate else (out[0],)
+    if not plan.readable:
+        dy, x = readable(dy), readable(x)
+    kernel = launch.kernel(MODULE, plan.options, ARCH)
+    kernel(dy, x, offsets, target, max(glu_interleave, 1), plan.strip, plan.grid, stream)
+
+
+@functools.lru_cache(KEPT)
+def _plan(
+    out: ListFacts,
+    dy: TensorFacts,
+    x: TensorFacts,
+    offsets: TensorFacts,
+    glu_interleave: int,
+    accumulate: bool,
+    sm_margin: int,
+) -> Plan:
+    groups = check_offsets(NAME, offsets, x)
+    check_shape(NAME, "x", x, (dy.shape[0], x.shape[-1]), dy, (dy.dtype,))
+    rows, columns = dy.shape[1], x.shape[1]
+    _check_out(out, groups, rows, columns, x)
+    options = _options(x.dtype, out.kinds[0].dtype, rows, columns, glu_interleave, accumulate, out.separate)
+    sms = multiprocessors(SM90_GROUPED_WGRAD, x.device)
+    if sm_margin < 0:
+        raise ValueError(f"{NAME}: sm_margin is {sm_margin}, needs at least 0")
     grid = options.config.grid(groups, rows, columns, sms - sm_margin)
-    kernel = launch.kernel(MODULE, options, ARCH)
-    strip = options.config.strip()
-    kernel(readable(dy), readable(x), offsets, target, max(glu_interleave, 1), strip, grid, stream)
+    return Plan(options, options.config.strip(), grid, is_readable(dy) and is_readable(x))
 
 
 def _lowest_and_table(out: Sequence[Tensor], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
@@ -97,18 +134,14 @@ def _options(
     return WgradOptions(dtype_name(element), dtype_name(out), config, accumulate, block > 0, separate)
 
 
-def _check_out(out: Sequence[Tensor], groups: int, rows: int, columns: int, x: Tensor) -> bool:
-    """Whether `out` is one stacked tensor; raises ValueError if it is neither that nor `groups` separate ones."""
-    stacked = len(out) == 1 and out[0].dim() == 3
-    if not stacked and len(out) != groups:
-        raise ValueError(f"{NAME}: out has {len(out)} tensors, needs one [G, N, K] or {groups} [N, K]")
-    if out[0].dtype not in OUT_DTYPES:
-        raise ValueError(f"{NAME}: out is {dtype_name(out[0].dtype)}, needs bfloat16, float16 or float32")
-    shape = (groups, rows, columns) if stacked else (rows, columns)
-    dtype, device = out[0].dtype, x.get_device()
-    for t in out:
-        if t.shape != shape or t.dtype != dtype or t.get_device() != device:
-            check_shape(NAME, "out", t, shape, x, (dtype,))
-        if t.data_ptr() % VECTOR_BYTES or not t.is_contiguous():
+def _check_out(out: ListFacts, groups: int, rows: int, columns: int, x: TensorFacts) -> None:
+    """Raises ValueError unless `out` is one stacked tensor or `groups` separate ones, as the kernel writes them."""
+    if out.separate and out.length != groups:
+        raise ValueError(f"{NAME}: out has {out.length} tensors, needs one [G, N, K] or {groups} [N, K]")
+    dtype = out.kinds[0].dtype
+    if dtype not in OUT_DTYPES:
+        raise ValueError(f"{NAME}: out is {dtype_name(dtype)}, needs bfloat16, float16 or float32")
+    for t in out.kinds:
+        check_shape(NAME, "out", t, (rows, columns) if out.separate else (groups, rows, columns), x, (dtype,))
+        if not t.aligned or not t.is_contiguous():
             raise ValueError(f"{NAME}: out needs to be contiguous and to start at a multiple of {VECTOR_BYTES} bytes")
-    return stacked

@@ -1,6 +1,13 @@
-"""What host functions ask of their tensors before a launch: rows that 16-byte vectors can address, int32 offsets."""
+"""What host functions ask of their tensors before a launch: rows that 16-byte vectors can address, int32 offsets.
+
+Checks read no more than `TensorFacts`. What follows from the facts of all operands (options, grid, shapes of results)
+is worked out once for each combination: host functions keep it with `functools.lru_cache`, which keeps no refusal.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,23 +18,73 @@ from cute_kernels.target import Target
 
 VECTOR_BYTES = 16
 MOST_ROWS = 1 << 30  # rows lie in ragged tensors of that extent
+KEPT = 2048  # combinations of facts that a host function keeps; every row count makes new ones
 
 _multiprocessors: dict[tuple[str, torch.device], int] = {}  # by kernel and device that fit each other
 
 
+class TensorFacts(NamedTuple):
+    """What checks read of a tensor. aligned: it starts at a multiple of 16 bytes."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    device: torch.device
+    aligned: bool
+
+    def is_contiguous(self) -> bool:
+        """As `Tensor.is_contiguous`."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != step:
+                return 0 in self.shape
+            step *= size
+        return True
+
+
+class ListFacts(NamedTuple):
+    """What checks read of a list of tensors. kinds: their facts, those that differ; length: how many tensors."""
+
+    kinds: tuple[TensorFacts, ...]
+    length: int
+
+    @property
+    def separate(self) -> bool:
+        """Whether it is G tensors, not one stacked [G, N, K]."""
+        return self.length != 1 or len(self.kinds[0].shape) != 3
+
+
+_new = tuple.__new__  # half the time of TensorFacts(...), and a launch makes four
+
+
+def facts(t: Tensor) -> TensorFacts:
+    return _new(TensorFacts, (t.dtype, t.shape, t.stride(), t.device, t.data_ptr() % VECTOR_BYTES == 0))
+
+
+def facts_or_none(t: Tensor | None) -> TensorFacts | None:
+    return None if t is None else facts(t)
+
+
+def list_facts(tensors: Sequence[Tensor]) -> ListFacts:
+    kinds = (facts(tensors[0]),) if len(tensors) == 1 else tuple(dict.fromkeys(map(facts, tensors)))
+    return _new(ListFacts, (kinds, len(tensors)))
+
+
 def readable(t: Tensor) -> Tensor:
     """`t` [rows, columns] if its rows are contiguous and start at multiples of 16 bytes, else a copy that is so."""
-    stride, step = t.stride()
-    aligned = stride * t.element_size() % VECTOR_BYTES == 0 and t.data_ptr() % VECTOR_BYTES == 0
-    if step == 1 and stride >= t.shape[1] and aligned:
-        return t
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
+    return t if is_readable(facts(t)) else torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
 
 
-def check_offsets(name: str, offsets: Tensor, like: Tensor) -> int:
+def is_readable(t: TensorFacts) -> bool:
+    """Whether 16-byte vectors can address the rows of `t` [rows, columns]."""
+    stride, step = t.strides
+    return step == 1 and stride >= t.shape[1] and stride * t.dtype.itemsize % VECTOR_BYTES == 0 and t.aligned
+
+
+def check_offsets(name: str, offsets: Tensor | TensorFacts, like: Tensor | TensorFacts) -> int:
     """The number of groups. Raises ValueError unless offsets is int32 [G+1], contiguous, on the device of `like`."""
-    right = offsets.dtype == torch.int32 and offsets.dim() == 1 and offsets.is_contiguous() and offsets.numel() > 1
-    if not right or offsets.device != like.device:
+    right = offsets.dtype == torch.int32 and len(offsets.shape) == 1 and offsets.shape[0] > 1
+    if not right or not offsets.is_contiguous() or offsets.device != like.device:
         raise ValueError(
             f"{name}: offsets is {_told(offsets)}, needs contiguous int32 [G+1] with G >= 1 on {like.device}; "
             "group_offsets(split_sizes, rows) makes it"
@@ -37,14 +94,16 @@ def check_offsets(name: str, offsets: Tensor, like: Tensor) -> int:
     return offsets.shape[0] - 1
 
 
-def check_shape(name: str, letter: str, t: Tensor, shape: tuple[int, ...], like: Tensor, dtypes: tuple) -> None:
+def check_shape(
+    name: str, letter: str, t: Tensor | TensorFacts, shape: tuple[int, ...], like: Tensor | TensorFacts, dtypes: tuple
+) -> None:
     """Raises ValueError unless `t` has that shape, one of those dtypes, and the device of `like`."""
     if t.shape != shape or t.dtype not in dtypes or t.device != like.device:
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name}: {letter} is {_told(t)}, needs {kinds} {list(shape)} on {like.device}")
 
 
-def _told(t: Tensor) -> str:
+def _told(t: Tensor | TensorFacts) -> str:
     dtype = str(t.dtype).removeprefix("torch.")
     return f"{dtype} {list(t.shape)} on {t.device}" + ("" if t.is_contiguous() else ", not contiguous")
 

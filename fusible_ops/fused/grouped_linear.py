@@ -7,9 +7,18 @@ from typing import Any
 
 from torch import Tensor
 
-from cute_kernels import ops as kernels
+from cute_kernels.ops import entry_points
 from fusible_ops.activations import ScaledActivation
-from fusible_ops.fused.parts import activation_at, linear_at, no_grads, probs_of_tokens, row_factor
+from fusible_ops.fused.parts import (
+    activation_at,
+    as_rows,
+    like_rows_of,
+    linear_at,
+    no_grads,
+    probs_of_tokens,
+    row_factor,
+    viewed,
+)
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
 
 
@@ -33,35 +42,37 @@ class FusedGroupedLinear(FusedOperation):
         ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs
         self.fc.op.check_input(input_, ctx.owner)
         dtype = ctx.compute_dtype(self.fc.weight_dtype)
-        x = input_.reshape(-1, self.fc.in_features).to(dtype)
-        offsets = self.fc.offsets(kernels, x.shape[0], extras)
-        needs_grad = any(c.requires_grad for c in basic_op_ctxs)
-        weights, bias = self.fc.operands(dtype, needs_grad), self.fc.bias(dtype, needs_grad)
-        scales = self.fc.scales(extras)
+        x, scales = as_rows(input_, dtype), self.fc.scales(extras)
+        needs_grad = basic_op_ctxs[-1].requires_grad
+        weights = self.fc.operands(basic_op_ctxs, dtype, needs_grad)
+        bias = self.fc.bias(basic_op_ctxs, dtype, needs_grad)
         rows = row_factor(scales, dtype)
+        kernels = entry_points(x, self.fc.split_sizes(extras), rows, *weights)
+        offsets = self.fc.offsets(kernels, x.shape[0], extras)
         y = kernels.grouped_gemm(x, weights, offsets, bias, rows)
         if needs_grad:
             ctx.input_shape, ctx.dtype = input_.shape, dtype
-            ctx.unchanged = self.fc.unchanged() if ctx.input_requires_grad else None
+            ctx.unchanged = self.fc.unchanged(basic_op_ctxs) if ctx.input_requires_grad else None
             ctx.scales_shape = scales.shape if scales is not None and scales.requires_grad else None
             kept_x = x if ctx.wants[0] else None
             kept_bias = bias if ctx.scales_shape is not None else None
             ctx.save_for_backward(kept_x, offsets, rows, kept_bias, *(weights if ctx.input_requires_grad else ()))
-        return y.view(*input_.shape[:-1], self.fc.out_features), [()] * len(basic_op_ctxs)
+        return like_rows_of(y, input_), [()] * len(basic_op_ctxs)
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
         x, offsets, rows, bias, *weights = ctx.saved_tensors
-        grads, extra_grads = no_grads(self.fusible_parts())
-        dy = grad_output.reshape(-1, self.fc.out_features).to(ctx.dtype).contiguous()
+        grads, extra_grads = no_grads(self.fusible_parts(), basic_op_ctxs)
+        dy = as_rows(grad_output, ctx.dtype).contiguous()
+        kernels = entry_points(dy, offsets, rows, *weights)
         self.fc.put_grads(basic_op_ctxs, grads, kernels, dy, x, offsets, scales=rows)
         if ctx.scales_shape is not None:
-            extra_grads[0] = [None, kernels.grouped_dscale(dy, bias, offsets).view(ctx.scales_shape)]
+            extra_grads[0] = [None, viewed(kernels.grouped_dscale(dy, bias, offsets), ctx.scales_shape)]
         dx = None
         if ctx.input_requires_grad:
-            dx = kernels.grouped_gemm_dgrad(dy, weights, offsets).view(ctx.input_shape)
+            dx = viewed(kernels.grouped_gemm_dgrad(dy, weights, offsets), ctx.input_shape)
         return dx, grads, extra_grads
 
 
@@ -89,39 +100,40 @@ class GroupedLinearActivation(FusedOperation):
         self.fc.op.check_input(input_, ctx.owner)
         probs = extras[self.act_at][0] if isinstance(self.act, ScaledActivation) else None
         dtype = ctx.compute_dtype(self.fc.weight_dtype)
-        x = input_.reshape(-1, self.fc.in_features).to(dtype)
-        offsets = self.fc.offsets(kernels, x.shape[0], extras)
-        needs_grad = any(c.requires_grad for c in basic_op_ctxs)
-        weights, bias = self.fc.operands(dtype, needs_grad), self.fc.bias(dtype, needs_grad)
+        needs_grad = basic_op_ctxs[-1].requires_grad
+        x, weights = as_rows(input_, dtype), self.fc.operands(basic_op_ctxs, dtype, needs_grad)
+        bias = self.fc.bias(basic_op_ctxs, dtype, needs_grad)
         rows = row_factor(probs, dtype)
+        kernels = entry_points(x, self.fc.split_sizes(extras), rows, *weights)
+        offsets = self.fc.offsets(kernels, x.shape[0], extras)
         if self.fc.covers_all_rows:
             rows = probs_of_tokens(rows, basic_op_ctxs[self.act_at])
         activation, block = self.act.activation, self.act.glu_interleave
         y, preact = kernels.grouped_gemm_act(x, weights, offsets, activation, bias, rows, block, save_preact=needs_grad)
         if needs_grad:
             ctx.input_shape, ctx.dtype = input_.shape, dtype
-            ctx.unchanged = self.fc.unchanged() if ctx.input_requires_grad else None
+            ctx.unchanged = self.fc.unchanged(basic_op_ctxs) if ctx.input_requires_grad else None
             ctx.probs_shape = probs.shape if probs is not None and probs.requires_grad else None
             kept = weights if ctx.input_requires_grad else ()
             ctx.save_for_backward(x if ctx.wants[0] else None, preact, offsets, rows, *kept)
-        return y.view(*input_.shape[:-1], y.shape[1]), [()] * len(basic_op_ctxs)
+        return like_rows_of(y, input_), [()] * len(basic_op_ctxs)
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
         x, preact, offsets, rows, *weights = ctx.saved_tensors
-        grads, extra_grads = no_grads(self.fusible_parts())
-        width = self.fc.out_features // self.act.activation.halves
-        dy = grad_output.reshape(-1, width).to(ctx.dtype).contiguous()
+        grads, extra_grads = no_grads(self.fusible_parts(), basic_op_ctxs)
+        dy = as_rows(grad_output, ctx.dtype).contiguous()
+        kernels = entry_points(dy, preact, offsets, rows, *weights)
         dpreact, dprobs = kernels.dact(
             dy, preact, offsets, rows, self.act.activation, need_dprobs=ctx.probs_shape is not None
         )
         block = self.act.glu_interleave
         self.fc.put_grads(basic_op_ctxs, grads, kernels, dpreact, x, offsets, glu_interleave=block)
         if dprobs is not None:
-            extra_grads[self.act_at] = [dprobs.view(ctx.probs_shape)]
+            extra_grads[self.act_at] = [viewed(dprobs, ctx.probs_shape)]
         dx = None
         if ctx.input_requires_grad:
-            dx = kernels.grouped_gemm_dgrad(dpreact, weights, offsets, block).view(ctx.input_shape)
+            dx = viewed(kernels.grouped_gemm_dgrad(dpreact, weights, offsets, block), ctx.input_shape)
         return dx, grads, extra_grads

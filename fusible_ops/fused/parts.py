@@ -15,14 +15,31 @@ from fusible_ops.linear import BasicLinear, Bias
 from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
 from fusible_ops.parameters import Unchanged, WeightGrad, accumulate_main_grads, as_bias, as_operands
 
+Contexts = Sequence[OperationContext]
 Extras = Sequence[Sequence[Tensor]]
+
+
+def as_rows(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """t [..., C] as [T, C] in `dtype`; t itself if it is so."""
+    rows = t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
+    return rows if rows.dtype is dtype else rows.to(dtype)
+
+
+def like_rows_of(y: Tensor, x: Tensor) -> Tensor:
+    """y [T, C] with the leading dimensions of x; y itself if x has one."""
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+
+
+def viewed(t: Tensor, shape: torch.Size) -> Tensor:
+    """t as `shape`; t itself if it is so."""
+    return t if t.shape == shape else t.view(shape)
 
 
 def row_factor(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Probs or scales as kernels take them: flat, FP32 or the compute dtype (any other float becomes FP32)."""
     if t is None:
         return None
-    flat = t.reshape(-1)
+    flat = t if t.dim() == 1 else t.reshape(-1)
     return flat if flat.dtype in (torch.float32, dtype) else flat.float()
 
 
@@ -64,21 +81,21 @@ class GroupedPart:
     def split_sizes(self, extras: Extras) -> Tensor | None:
         return extras[self.at][0]
 
-    def operands(self, dtype: torch.dtype, records: bool) -> list[Tensor]:
-        return as_operands(self.op.weight_parameters(), dtype, records)
+    def operands(self, ctxs: Contexts, dtype: torch.dtype, records: bool) -> list[Tensor]:
+        return self.op.operands(ctxs[self.at], dtype, records)
 
-    def unchanged(self) -> Unchanged:
-        return Unchanged(self.op.weight_parameters())
+    def unchanged(self, ctxs: Contexts) -> Unchanged:
+        return Unchanged(ctxs[self.at].held.weights)
 
-    def bias(self, dtype: torch.dtype, records: bool) -> Tensor | None:
-        return as_bias(self.op.bias_parameters(), dtype, records) if self.op.has_bias else None
+    def bias(self, ctxs: Contexts, dtype: torch.dtype, records: bool) -> Tensor | None:
+        return self.op.bias_operand(ctxs[self.at], dtype, records)
 
     def scales(self, extras: Extras) -> Tensor | None:
         return extras[self.at][1] if self.op.scale_bias else None
 
     def put_grads(
         self,
-        ctxs: Sequence[OperationContext],
+        ctxs: Contexts,
         grads: list[ParamGrads],
         kernels: Any,
         dy: Tensor,
@@ -87,7 +104,7 @@ class GroupedPart:
         **layout: Any,
     ) -> None:
         """Compute the parameters' gradients and put them in this op's place. `layout`: scales, glu_interleave."""
-        grads[self.at] = self.op.parameter_grads(kernels, dy, x, offsets, **layout)
+        grads[self.at] = self.op.parameter_grads(ctxs[self.at], kernels, dy, x, offsets, **layout)
 
 
 class DensePart:
@@ -109,21 +126,21 @@ class DensePart:
     def split_sizes(self, extras: Extras) -> Tensor | None:
         return None
 
-    def operands(self, dtype: torch.dtype, records: bool) -> list[Tensor]:
-        return as_operands([self.op.weight], dtype, records)
+    def operands(self, ctxs: Contexts, dtype: torch.dtype, records: bool) -> list[Tensor]:
+        return as_operands(ctxs[self.at].held.weights, True, dtype, records)
 
-    def unchanged(self) -> Unchanged:
-        return Unchanged([self.op.weight])
+    def unchanged(self, ctxs: Contexts) -> Unchanged:
+        return Unchanged(ctxs[self.at].held.weights)
 
-    def bias(self, dtype: torch.dtype, records: bool) -> Tensor | None:
-        return None if self.bias_op is None else as_bias([self.bias_op.bias], dtype, records)
+    def bias(self, ctxs: Contexts, dtype: torch.dtype, records: bool) -> Tensor | None:
+        return None if self.bias_op is None else as_bias([self.bias_op.bias], True, dtype, records)
 
     def scales(self, extras: Extras) -> Tensor | None:
         return None
 
     def put_grads(
         self,
-        ctxs: Sequence[OperationContext],
+        ctxs: Contexts,
         grads: list[ParamGrads],
         kernels: Any,
         dy: Tensor,
@@ -132,13 +149,13 @@ class DensePart:
         scales: Tensor | None = None,
         glu_interleave: int = 0,
     ) -> None:
-        weight = self.op.weight
+        weights = ctxs[self.at].held.weights
         if x is not None:
             grad = WeightGrad(kernels, dy, x, offsets, glu_interleave)
             if self.op.accumulate_into_main_grad:
-                grads[self.at] = accumulate_main_grads([weight], grad, self.op.label())
+                grads[self.at] = accumulate_main_grads(weights, grad, self.op.label())
             else:
-                grads[self.at] = grad.compute([weight])
+                grads[self.at] = grad.compute(weights)
         if self.bias_op is not None and ctxs[self.at + 1].wants[0]:
             db = kernels.grouped_dbias(dy, offsets, None, glu_interleave)
             grads[self.at + 1] = [db.to(self.bias_op.bias.dtype).squeeze(0)]
@@ -167,6 +184,6 @@ def activation_at(ops: Sequence[BasicOperation], at: int) -> ActivationOperation
     return op
 
 
-def no_grads(ops: Sequence[BasicOperation]) -> tuple[list[ParamGrads], list[ParamGrads]]:
+def no_grads(ops: Sequence[BasicOperation], ctxs: Contexts) -> tuple[list[ParamGrads], list[ParamGrads]]:
     """Empty places for the gradients of all parameters, and of all extra inputs."""
-    return [[None] * len(op.autograd_parameters()) for op in ops], [[None] * op.num_extra_inputs for op in ops]
+    return [[None] * len(ctx.wants) for ctx in ctxs], [[None] * op.num_extra_inputs for op in ops]

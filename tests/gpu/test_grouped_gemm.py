@@ -42,9 +42,12 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     if request.param == "cooperative":
         monkeypatch.setattr(configs, "MOST_PADDING", 0.0)
-    grouped_gemm._options.cache_clear()
+    kept = [made for name, made in vars(grouped_gemm).items() if name.endswith(("_options", "_plan"))]
+    for made in kept:
+        getattr(made, "cache_clear", lambda: None)()
     yield request.param
-    grouped_gemm._options.cache_clear()
+    for made in kept:
+        getattr(made, "cache_clear", lambda: None)()
 
 
 def offsets_of(splits: Splits) -> torch.Tensor:
