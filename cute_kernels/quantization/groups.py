@@ -131,12 +131,13 @@ def quantize_groups(
     columnwise: bool = False,
     padded: bool = False,
     state: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> GroupedQuantized:
     """`quantize` for the rows of each group by itself, in one matrix. Shapes as there, with M the rows or padded rows.
 
     Rows are padded where they must be (`is_padded`), and row-wise also if `padded` asks for it. Unpadded, the scales of
-    tail rows are those of zeros. state: as in `quantize`. Raises ValueError: see `quantize.check`; also for other
-    shapes or devices of x and offsets.
+    tail rows are those of zeros. state, factor (FP32 [G]): as in `quantize`. Raises ValueError: see `quantize.check`;
+    also for other shapes or devices of x and offsets.
     """
     padded = padded or is_padded(format, columnwise)
     _check(x, offsets, format, columnwise, state)
@@ -150,14 +151,18 @@ def quantize_groups(
     source = x.mT.contiguous() if turn else x
     if turn and format.hadamard:
         source = hadamard.rotate(source)
-    amax = grid = None
-    if format.two_level or format.block is None:
+    amax = grid = factors = None
+    if format.two_level:
         amax = group_amax(source.abs().amax(0 if turn else 1).float(), offsets)
         grid = _grid(amax, offsets, rows, format, turn)
-    data, scale = quantize_blocks(source, format, grid, block_bytes(source, state, columnwise))
     if format.block is None:
-        assert amax is not None
-        scale = fp32_scale(amax, format, x.dtype).reciprocal()
+        if factor is None:
+            factor = fp32_scale(group_amax(source.abs().amax(1).float(), offsets), format, x.dtype)
+        factors = _grid(factor, offsets, rows, format, turn)
+    data, scale = quantize_blocks(source, format, grid, block_bytes(source, state, columnwise), factors)
+    if format.block is None:
+        assert factor is not None
+        scale = factor.reciprocal()
     elif columnwise and turn != format.transposes:
         scale = scale.mT.contiguous()
     if columnwise and turn != format.transposes:

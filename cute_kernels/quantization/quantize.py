@@ -122,18 +122,24 @@ def _needed(amax: Tensor | None, format: Format) -> Tensor:
 
 
 def quantize_blocks(
-    x: Tensor, format: Format, amax: Tensor | None = None, random: Tensor | None = None
+    x: Tensor,
+    format: Format,
+    amax: Tensor | None = None,
+    random: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(data, scale) of `x [..., M, K]` for blocks that lie as `format.block` has them.
 
     amax: FP32, needed for one scale per tensor, where it broadcasts to x and gives the scale its shape, and for
     two-level formats, where it broadcasts to the grid of blocks; ValueError without it.
-    random: uint8 of x's shape for stochastic rounding.
+    random: uint8 of x's shape for stochastic rounding. factor: what x is multiplied by, in place of the scale that amax
+    gives; only for one scale per tensor.
     """
     rows, columns = x.shape[-2:]
     wide = x.float()
     if format.block is None:
-        factor = fp32_scale(_needed(amax, format), format, x.dtype)
+        if factor is None:
+            factor = fp32_scale(_needed(amax, format), format, x.dtype)
         return cast_fp8(wide * factor, format.element), factor.reciprocal()
     blocks = block_amax(x, format.block)
     if format.two_level:
@@ -205,23 +211,30 @@ def block_bytes(x: Tensor, state: Tensor | None, columnwise: bool) -> Tensor | N
     return None if state is None else random_bytes(x.numel() // 16, state, int(columnwise)).reshape(x.shape)
 
 
-def quantize(x: Tensor, format: Format, columnwise: bool = False, state: Tensor | None = None) -> Quantized:
+def quantize(
+    x: Tensor,
+    format: Format,
+    columnwise: bool = False,
+    state: Tensor | None = None,
+    factor: Tensor | None = None,
+) -> Quantized:
     """`x [..., M, K]` in `format`, blocks along K, or along M if `columnwise`. Shapes and formulas: see the module.
 
     Both directions are quantised from x itself; formats with `is_square` give the same values in both. `hadamard`
     formats rotate only the column-wise copy, before its amax is taken.
 
     state: int64 [2] as `random_bits.random_state` gives it, for stochastic rounding and for nothing else; the same
-    state gives the same bytes. Raises ValueError: see `check`.
+    state gives the same bytes. factor: FP32 [...], what each matrix is multiplied by in place of the scale of its own
+    amax (delayed scaling); only for one scale per tensor. Raises ValueError: see `check`.
     """
     check(x, format, columnwise, state)
     turn = columnwise and not format.is_square
     source = x.mT.contiguous() if turn else x
     if turn and format.hadamard:
         source = hadamard.rotate(source)
-    amax = tensor_amax(source) if format.two_level or format.block is None else None
-    grid = None if amax is None else amax[..., None, None]
-    data, scale = quantize_blocks(source, format, grid, block_bytes(source, state, columnwise))
+    amax = tensor_amax(source) if format.two_level or (format.block is None and factor is None) else None
+    grids = [None if t is None else t[..., None, None] for t in (amax, factor)]
+    data, scale = quantize_blocks(source, format, grids[0], block_bytes(source, state, columnwise), grids[1])
     if format.block is None:
         scale = scale[..., 0, 0]
     elif columnwise and turn != format.transposes:

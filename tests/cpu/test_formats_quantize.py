@@ -331,3 +331,17 @@ def test_swizzled_scale_is_the_swizzled_storage(format: Format, columnwise: bool
     assert_bitwise_equal(
         u8(swizzled_scale(scale, format, lines, columnwise)), u8(swizzle_128x4(u8(outer))), str(format)
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Scales from elsewhere
+
+
+def test_a_given_factor_replaces_the_tensor_s_own() -> None:
+    """Delayed scaling: x · factor, saturating; stored is its reciprocal, once for each matrix."""
+    x = torch.tensor([[[1.0, -3.0]], [[100.0, 0.5]]])
+    for columnwise in (False, True):
+        got = quantize(x, fp8_tensor(), columnwise, factor=torch.tensor([2.0, 8.0]))
+        want = torch.tensor([[[2.0, -6.0]], [[448.0, 4.0]]])
+        assert got.data.float().tolist() == (want.mT if columnwise else want).tolist()
+        assert got.scale.tolist() == [0.5, 0.125]

@@ -1,0 +1,190 @@
+"""Quantisation recipes: in which low-precision format each operand of a linear's three products is held.
+
+| recipe | input | weight | gradient of the output | where the scale comes from |
+|---|---|---|---|---|
+| `Float8BlockScaling` | 1x128 | 128x128 | 1x128 | the largest magnitude of each block |
+| `Float8CurrentScaling` | per tensor | per tensor | per tensor | the tensor's own largest magnitude |
+| `DelayedScaling` | per tensor | per tensor | per tensor | the largest magnitudes of earlier steps |
+
+Blocks of one row lie along the dimension that a product sums over. `Format` says which elements: E4M3 in forward, in
+backward E4M3 or E5M2. Formulas: `cute_kernels.quantization`; those of delayed scaling: `fusible_ops.delayed_scaling`.
+
+Recipes are frozen and hash: equal ones share plans. Names, fields, defaults and refused combinations are those of
+`transformer_engine.common.recipe` (2.20), with ValueError where it asserts, and no environment variables. `fp8_dpa` and
+`fp8_mha` are about attention, which is not here, and do nothing. The products always accumulate in FP32, so the
+`fp8_gemm_*` fields do nothing either.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from cute_kernels.quantization import formats
+
+ROLES = ("input", "weight", "grad_output")
+BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
+
+
+class Elements(NamedTuple):
+    """What values are stored as: inputs and weights in forward, gradients in backward."""
+
+    forward: formats.Element
+    backward: formats.Element
+
+    @property
+    def max_fwd(self) -> float:
+        return self.forward.max
+
+    @property
+    def max_bwd(self) -> float:
+        return self.backward.max
+
+
+class Format(enum.Enum):
+    """Which FP8 elements: E4M3 (largest 448), E5M2 (57344), or HYBRID: E4M3 in forward and E5M2 in backward."""
+
+    E4M3 = Elements(formats.E4M3, formats.E4M3)
+    E5M2 = Elements(formats.E5M2, formats.E5M2)
+    HYBRID = Elements(formats.E4M3, formats.E5M2)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """use_split_accumulator: whether a product adds up in FP32. Ours always do."""
+
+    use_split_accumulator: bool = True
+
+
+_FAST = MMParams(use_split_accumulator=False)
+_SPLIT = MMParams(use_split_accumulator=True)
+
+
+class Recipe:
+    """The common part of all recipes. `Recipe.operand_format` says which format an operand has.
+
+    backward_override: None: backward runs in low precision. "high_precision": input and weight are kept as they were
+    and backward runs in high precision. "dequantized": it runs in high precision on what was quantised in forward.
+    """
+
+    fp8_format: Format
+    backward_override: str | None
+
+    def __post_init__(self) -> None:
+        if self.fp8_format not in (Format.E4M3, Format.HYBRID):
+            self._refuse("fp8_format", self.fp8_format, "Format.E4M3 or Format.HYBRID: E5M2 is too coarse for forward")
+        if self.backward_override not in BACKWARD_OVERRIDES:
+            self._refuse("backward_override", self.backward_override, "None, 'high_precision' or 'dequantized'")
+
+    def operand_format(self, role: str) -> formats.Format:
+        """The format of an operand with this role, one of `ROLES`."""
+        raise NotImplementedError
+
+    def element(self, role: str) -> formats.Element:
+        """The element of an operand with this role. ValueError for a role that is none."""
+        if role not in ROLES:
+            raise ValueError(f"role is {role!r}, needs one of: {', '.join(ROLES)}")
+        elements = self.fp8_format.value
+        return elements.backward if role == "grad_output" else elements.forward
+
+    def _refuse(self, field: str, found: object, wanted: str) -> None:
+        raise ValueError(f"{type(self).__name__}: {field} is {found!r}, needs {wanted}")
+
+
+@dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """One scale per tensor, from the largest magnitudes that it had in earlier steps.
+
+    margin: the scale is made 2^margin smaller. amax_history_len: steps that are remembered. amax_compute_algo: "max" of
+    them, the "most_recent", or a function of the history [length, tensors] that gives [tensors].
+    scaling_factor_compute_algo: None, or a function (amax, scale, largest element, recipe) -> scale. reduce_amax: take
+    the largest magnitude of all ranks of `autocast`'s amax_reduction_group.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    scaling_factor_compute_algo: Callable[[Tensor, Tensor, float, Recipe], Tensor] | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backward_override is not None:
+            self._refuse("backward_override", self.backward_override, "None")
+        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
+            self._refuse("amax_history_len", self.amax_history_len, "an int of at least 1")
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
+            self._refuse("amax_compute_algo", self.amax_compute_algo, "'max', 'most_recent' or a function")
+
+    def operand_format(self, role: str) -> formats.Format:
+        return formats.fp8_tensor(self.element(role))
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """One scale per tensor, from its own largest magnitude. use_power_2_scales: rounded down to a power of two."""
+
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+    fp8_gemm_fprop: MMParams = _FAST
+    fp8_gemm_dgrad: MMParams = _SPLIT
+    fp8_gemm_wgrad: MMParams = _SPLIT
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def operand_format(self, role: str) -> formats.Format:
+        return formats.fp8_tensor(self.element(role), power_of_2=self.use_power_2_scales)
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """Scales for blocks: DeepSeek-V3's recipe.
+
+    use_f32_scales: any FP32 scale; else powers of two. x_block_scaling_dim, w_block_scaling_dim and
+    grad_block_scaling_dim: 1 for blocks of 1x128, 2 for 128x128, of inputs, weights and gradients; no product takes
+    128x128 from both sides.
+    """
+
+    use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = _SPLIT
+    fp8_gemm_dgrad: MMParams = _SPLIT
+    fp8_gemm_wgrad: MMParams = _SPLIT
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        dims = {f"{who}_block_scaling_dim": getattr(self, f"{who}_block_scaling_dim") for who in ("x", "w", "grad")}
+        for field, dim in dims.items():
+            if dim not in (1, 2):
+                self._refuse(field, dim, "1 (1x128) or 2 (128x128)")
+        square = [field for field, dim in dims.items() if dim == 2]
+        if len(square) > 1:
+            self._refuse(" = ".join(square), 2, "1 in all but one: no product takes 128x128 from both sides")
+        for product in ("fprop", "dgrad", "wgrad"):
+            if not getattr(self, f"fp8_gemm_{product}").use_split_accumulator:
+                self._refuse(f"fp8_gemm_{product}", _FAST, "a split accumulator")
+        if self.fp8_dpa or self.fp8_mha:
+            self._refuse("fp8_dpa or fp8_mha", True, "False: there is no attention in blocks")
+
+    def operand_format(self, role: str) -> formats.Format:
+        element = self.element(role)
+        dims = {"input": self.x_block_scaling_dim, "weight": self.w_block_scaling_dim}
+        return formats.fp8_block(element, dims.get(role, self.grad_block_scaling_dim), not self.use_f32_scales)

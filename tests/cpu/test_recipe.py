@@ -1,0 +1,133 @@
+"""Recipes: Transformer Engine's fields and defaults, the format of each operand, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+
+from cute_kernels.quantization.formats import E4M3, E5M2, fp8_block, fp8_tensor
+from fusible_ops.recipe import (
+    ROLES,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    Recipe,
+)
+
+FAST, SPLIT = MMParams(False), MMParams(True)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fields"),
+    [
+        (
+            DelayedScaling(),
+            {
+                "margin": 0,
+                "fp8_format": Format.HYBRID,
+                "amax_history_len": 1024,
+                "amax_compute_algo": "max",
+                "scaling_factor_compute_algo": None,
+                "reduce_amax": True,
+            },
+        ),
+        (
+            Float8CurrentScaling(),
+            {
+                "use_power_2_scales": False,
+                "fp8_format": Format.HYBRID,
+                "fp8_gemm_fprop": FAST,
+                "fp8_gemm_dgrad": SPLIT,
+                "fp8_gemm_wgrad": SPLIT,
+            },
+        ),
+        (
+            Float8BlockScaling(),
+            {
+                "use_f32_scales": False,
+                "fp8_format": Format.E4M3,
+                "x_block_scaling_dim": 1,
+                "w_block_scaling_dim": 2,
+                "grad_block_scaling_dim": 1,
+                "fp8_gemm_fprop": SPLIT,
+                "fp8_gemm_dgrad": SPLIT,
+                "fp8_gemm_wgrad": SPLIT,
+            },
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_fields_and_defaults(recipe: Recipe, fields: dict) -> None:
+    common = {"fp8_dpa": False, "fp8_mha": False, "backward_override": None}
+    assert {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)} == fields | common
+
+
+@pytest.mark.parametrize(
+    ("recipe", "formats"),
+    [
+        (DelayedScaling(), (fp8_tensor(), fp8_tensor(), fp8_tensor(E5M2))),
+        (Float8CurrentScaling(fp8_format=Format.E4M3), (fp8_tensor(),) * 3),
+        (Float8CurrentScaling(use_power_2_scales=True), (*[fp8_tensor(E4M3, True)] * 2, fp8_tensor(E5M2, True))),
+        (Float8BlockScaling(), (fp8_block(), fp8_block(dims=2), fp8_block())),
+        (Float8BlockScaling(use_f32_scales=True), [fp8_block(E4M3, dims, False) for dims in (1, 2, 1)]),
+        (Float8BlockScaling(fp8_format=Format.HYBRID), (fp8_block(), fp8_block(dims=2), fp8_block(E5M2))),
+        (Float8BlockScaling(w_block_scaling_dim=1), (fp8_block(),) * 3),
+        (
+            Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
+            (fp8_block(dims=2), fp8_block(), fp8_block()),
+        ),
+    ],
+    ids=str,
+)
+def test_format_of_each_operand(recipe: Recipe, formats: tuple) -> None:
+    assert [recipe.operand_format(role) for role in ROLES] == list(formats)
+
+
+def test_largest_elements() -> None:
+    assert [(f.value.max_fwd, f.value.max_bwd) for f in Format] == [(448, 448), (57344, 57344), (448, 57344)]
+
+
+def test_recipes_are_data() -> None:
+    """Equal ones are one key; copies and pickles are equal; none can be changed."""
+    for make in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling):
+        assert make() == make() and hash(make()) == hash(make())
+        assert pickle.loads(pickle.dumps(make())) == copy.deepcopy(make()) == make()
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            make().fp8_format = Format.E4M3
+    assert Float8CurrentScaling() != Float8CurrentScaling(use_power_2_scales=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: Float8BlockScaling(fp8_format=Format.E5M2),
+            "fp8_format is Format.E5M2, needs Format.E4M3 or Format.HY",
+        ),
+        (lambda: DelayedScaling(fp8_format="E4M3"), "fp8_format is 'E4M3', needs Format.E4M3"),
+        (lambda: DelayedScaling(backward_override="dequantized"), "backward_override is 'dequantized', needs None"),
+        (lambda: DelayedScaling(amax_history_len=0), "amax_history_len is 0, needs an int of at least 1"),
+        (lambda: DelayedScaling(amax_compute_algo="mean"), "amax_compute_algo is 'mean', needs 'max', 'most_recent'"),
+        (lambda: Float8CurrentScaling(backward_override="none"), "backward_override is 'none', needs None, 'high_pre"),
+        (lambda: Float8BlockScaling(x_block_scaling_dim=3), "x_block_scaling_dim is 3, needs 1 .1x128. or 2 .128x128."),
+        (
+            lambda: Float8BlockScaling(x_block_scaling_dim=2),
+            "x_block_scaling_dim = w_block_scaling_dim is 2, needs 1 in",
+        ),
+        (lambda: Float8BlockScaling(grad_block_scaling_dim=2), "no product takes 128x128 from both sides"),
+        (lambda: Float8BlockScaling(fp8_gemm_dgrad=FAST), "fp8_gemm_dgrad is .*, needs a split accumulator"),
+        (lambda: Float8BlockScaling(fp8_dpa=True), "fp8_dpa or fp8_mha is True, needs False"),
+        (
+            lambda: DelayedScaling().operand_format("output"),
+            "role is 'output', needs one of: input, weight, grad_output",
+        ),
+    ],
+)
+def test_bad_fields_are_refused_with_words(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
