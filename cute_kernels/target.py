@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 CACHE_VARIABLE = "FUSIBLE_OPS_CACHE_DIR"
+TRACER_VARIABLE = "NVTX_INJECTION64_PATH"  # Nsight Systems and Compute set it where they want NVTX ranges
 
 # Multiprocessors of a common product of each architecture: A100, A40, L40S, H100 and H200, B200, B300, RTX PRO 6000.
 KNOWN_ARCHS: Mapping[str, int] = {
@@ -131,6 +132,12 @@ def cache_dir() -> Path:
     """Where compiled kernels are kept: $FUSIBLE_OPS_CACHE_DIR, else ~/.cache/fusible-ops. Read at every call."""
     place = os.environ.get(CACHE_VARIABLE)
     return Path(place).expanduser() if place else Path.home() / ".cache" / "fusible-ops"
+
+
+@functools.cache
+def is_traced() -> bool:
+    """Whether a tool that shows NVTX ranges started this process. Looked up once."""
+    return TRACER_VARIABLE in os.environ
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from cute_kernels.limits import dtype_name
 from cute_kernels.target import Target
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from fusible_ops.parameters import Held
+from fusible_ops.ranges import shown
 from patterns import RULES, Chain, Plan, Rule, explain, plan
 
 ON_UNFUSED = ("allow", "warn", "error")
@@ -29,10 +30,11 @@ ON_UNFUSED = ("allow", "warn", "error")
 
 @dataclass(frozen=True)
 class _Step:
-    """`op` runs the basic ops of `span`."""
+    """`op` runs the basic ops of `span`. name: of the rule and its ops, or of the unfused op, for profilers."""
 
     op: BasicOperation | FusedOperation
     span: slice
+    name: str
 
 
 class _Call:
@@ -65,14 +67,15 @@ class _Call:
         x = _tokens_only(x, _offsets(self._splits(fuser.lead), x))
         for step in self.steps:
             span = step.span
-            x, _ = step.op.fuser_forward(
-                contexts[span],
-                x,
-                basic_op_extra_inputs=self.extra_inputs[span],
-                prev_op_grad_output_quantizer=None,
-                next_op_input_quantizer=None,
-                basic_op_kwargs=self.kwargs[span],
-            )
+            with shown(step.name, "forward"):
+                x, _ = step.op.fuser_forward(
+                    contexts[span],
+                    x,
+                    basic_op_extra_inputs=self.extra_inputs[span],
+                    prev_op_grad_output_quantizer=None,
+                    next_op_input_quantizer=None,
+                    basic_op_kwargs=self.kwargs[span],
+                )
         self.trail_offsets = _offsets(self._splits(fuser.trail), x)
         return _tokens_only(x, self.trail_offsets)
 
@@ -114,9 +117,10 @@ class _Call:
             if grad is None or not any(ctx.requires_grad for ctx in own):
                 grad = None
                 break
-            grad, param_grads[step.span], extra_grads[step.span] = step.op.fuser_backward(
-                own, grad, basic_op_grad_extra_outputs=[()] * len(own)
-            )
+            with shown(step.name, "backward"):
+                grad, param_grads[step.span], extra_grads[step.span] = step.op.fuser_backward(
+                    own, grad, basic_op_grad_extra_outputs=[()] * len(own)
+                )
             for ctx in own:
                 ctx.saved_tensors = ()
         result = [grad]
@@ -272,8 +276,9 @@ class OperationFuser:
         steps, at = [], 0
         for planned in made.steps:
             parts = [part for op in self.ops[planned.start : planned.stop] for part in op.fusible_parts()]
-            if planned.program is not None:
-                steps.append(_Step(_load(planned.program)(parts), slice(at, at + len(parts))))
+            if planned.rule is not None:
+                name = f"{planned.rule.name} ({', '.join(self._titles[planned.start : planned.stop])})"
+                steps.append(_Step(_load(planned.rule.program)(parts), slice(at, at + len(parts)), name))
             else:
                 steps += self._unfused(planned.start, planned.stop, at)
             at += len(parts)
@@ -282,10 +287,10 @@ class OperationFuser:
     def _unfused(self, start: int, stop: int, at: int) -> list[_Step]:
         """Steps of ops `start` to `stop`, the first of which is basic op `at`."""
         steps = []
-        for op in self.ops[start:stop]:
+        for op, title in zip(self.ops[start:stop], self._titles[start:stop], strict=True):
             for runner in op.unfused_steps():
                 count = len(runner.fusible_parts())
-                steps.append(_Step(runner, slice(at, at + count)))
+                steps.append(_Step(runner, slice(at, at + count), f"unfused {title}"))
                 at += count
         return steps
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible_ops as ops
 from cute_kernels import reference
+from fusible_ops import ranges
 from tests.bench.timing import launches
 from tests.cases import Splits, full
 from tests.compare import assert_as_accurate, assert_bitwise_equal
@@ -386,6 +387,34 @@ def test_plain_fp32_runs_unfused_and_says_so() -> None:
     assert "fc1.compute_dtype is float32, needs bfloat16 or float16" in text and "0 of 3 ops fused" in text
     assert "3 of 3 ops fused" in model.explain("sm_90a", dtype=torch.bfloat16)
     assert "3 of 3 ops fused" in model.explain("sm_90a", dtype=torch.float16)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a profiler shows
+
+
+def test_ranges_are_named_after_rules_and_ops(place: Place) -> None:
+    mlp = MLP("scaled_swiglu", bias=True)
+    model = place.build(mlp, SPLITS)
+    inputs = Inputs.random(SPLITS, mlp.hidden, place.device, BF16)
+    ops_of_it = ["GroupedLinear fc1", "ScaledSwiGLU act", "GroupedLinear fc2"]
+    names = [f"grouped_mlp ({', '.join(ops_of_it)})"] if place.fused else [f"unfused {op}" for op in ops_of_it]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step(model, mlp, inputs)
+    found = [e.name for e in sorted(profiler.events(), key=lambda e: e.time_range.start)]
+    shown = [name for name in found if name.endswith((" forward", " backward")) and name.rsplit(" ", 1)[0] in names]
+    assert shown == [f"{n} forward" for n in names] + [f"{n} backward" for n in reversed(names)]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_nvtx_ranges_only_where_a_tool_wants_them(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", opened.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
+    monkeypatch.setattr(ranges, "is_traced", lambda: traced)
+    model = ops.Sequential({"act": ops.GELU()})
+    model(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert opened == (["unfused GELU act forward", "unfused GELU act backward"] if traced else [])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
