@@ -21,6 +21,7 @@ from cute_kernels.limits import (
     at_most,
     interleave_fits,
     multiple_of,
+    not_transposed_for,
     one_of,
     raise_refusal,
 )
@@ -101,7 +102,13 @@ SM90_GROUP_OFFSETS = _sm90("group_offsets", "rowwise", at_least("G", 1))
 SM90_GROUPED_GEMM = _sm90("grouped_gemm", "grouped_gemm", _DTYPE, *_eights("K", "N"))
 SM90_GROUPED_GEMM_DGRAD = _sm90("grouped_gemm_dgrad", "grouped_gemm", _DTYPE, *_eights("K", "N"))
 SM90_GROUPED_GEMM_ACT = _sm90(
-    "grouped_gemm_act", "grouped_gemm", _DTYPE, *_eights("K", "N", "I"), _ACTIVATION, _INTERLEAVE
+    "grouped_gemm_act",
+    "grouped_gemm",
+    _DTYPE,
+    *_eights("K", "N", "I"),
+    _ACTIVATION,
+    _INTERLEAVE,
+    not_transposed_for("transposed_weight", "activation", GLU_ACTIVATIONS),
 )
 SM90_GROUPED_GEMM_DACT = _sm90("grouped_gemm_dact", "grouped_gemm", _DTYPE, *_eights("H", "I"), _ACTIVATION)
 SM90_DACT = _sm90("dact", "rowwise", _DTYPE, *_eights("I"), _ACTIVATION)

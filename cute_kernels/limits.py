@@ -237,6 +237,30 @@ class InterleaveFits(Limit):
 
 
 @dataclass(frozen=True)
+class NotTransposedFor(Limit):
+    """`letter`, whether a weight is stored [K, N], is false if `activation` is one of `kinds`."""
+
+    letter: str
+    activation: str
+    kinds: tuple[str, ...]
+
+    def letters(self) -> tuple[str, ...]:
+        return (self.letter, self.activation)
+
+    def holds(self, facts: Facts) -> bool:
+        return not facts[self.letter] or facts[self.activation] not in self.kinds
+
+    def wanted(self, facts: Facts, words: Words) -> str:
+        return f"False with {facts[self.activation]}: gate and up columns are loaded by rows of an [N, K] weight"
+
+    def counterexample(self) -> dict[str, object]:
+        return {self.letter: True, self.activation: self.kinds[0]}
+
+    def __str__(self) -> str:
+        return f"{self.letter} is False for {', '.join(self.kinds)}"
+
+
+@dataclass(frozen=True)
 class Installed(Limit):
     """A package is there, in a version that is known to work. Reads the fact of the package's name."""
 
@@ -270,6 +294,7 @@ one_of = OneOf
 at_least = AtLeast
 at_most = AtMost
 interleave_fits = InterleaveFits
+not_transposed_for = NotTransposedFor
 installed = Installed
 
 

@@ -42,7 +42,8 @@ class GroupedLinear(BasicOperation):
     num_groups, in_features, out_features: G, K, N. bias: whether there is one. device: None means CUDA if there is one,
     else CPU. dtype: float32, float16, bfloat16 or float64 (None: torch's default). accumulate_into_main_grad: add
     weight gradients to `weight.main_grad` instead of returning them. single_grouped_weight, single_grouped_bias: one
-    parameter `weight [G, N, K]`, `bias [G, N]` instead of `weight{i}`, `bias{i}`. delay_wgrad_compute: weight
+    parameter `weight [G, N, K]`, `bias [G, N]` instead of `weight{i}`, `bias{i}`. transposed_weight: weights are stored
+    and shaped [K, N] (a single one [G, K, N]), as Hugging Face's GPT-OSS has them. delay_wgrad_compute: weight
     gradients wait for `backward_dw()`. rng_state_tracker_function: its `.fork()` surrounds the initialisation.
 
     Errors: ValueError for sizes <= 0, a wrong split count, last dimension or device; TypeError for wrong dtypes.
@@ -67,6 +68,7 @@ class GroupedLinear(BasicOperation):
         single_grouped_bias: bool = False,
         delay_wgrad_compute: bool = False,
         scale_bias: bool = False,
+        transposed_weight: bool = False,
     ) -> None:
         checks.positive("GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features)
         self.num_extra_inputs = 2 if scale_bias and bias else 1
@@ -78,6 +80,7 @@ class GroupedLinear(BasicOperation):
         self.delay_wgrad_compute = delay_wgrad_compute
         self.single_grouped_weight = single_grouped_weight
         self.single_grouped_bias = single_grouped_bias and bias
+        self.transposed_weight = transposed_weight
         self._rng_state_tracker_function = rng_state_tracker_function
         self._weight_keys = self._keys("weight", self.single_grouped_weight)
         self._bias_keys = self._keys("bias", self.single_grouped_bias) if bias else []
@@ -85,7 +88,8 @@ class GroupedLinear(BasicOperation):
         self._wgrad_hooks: list[Callable[[], Any]] = []
         device = checks.default_device(device)
         dtype = checks.float_dtype("GroupedLinear", dtype or torch.get_default_dtype())
-        weight = torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
+        shape = (in_features, out_features) if transposed_weight else (out_features, in_features)
+        weight = torch.empty(num_groups, *shape, device=device, dtype=dtype)
         self._biases_first = single_grouped_weight and not single_grouped_bias  # Transformer Engine's order
         if not self._biases_first:
             self._register("weight", weight, self.single_grouped_weight)
@@ -113,7 +117,9 @@ class GroupedLinear(BasicOperation):
         tracker = self._rng_state_tracker_function
         with tracker().fork() if tracker else nullcontext(), torch.no_grad():
             for w in self.expert_weights():
-                nn.init.kaiming_uniform_(w, a=math.sqrt(5))
+                w.copy_(
+                    nn.init.kaiming_uniform_(torch.empty_like(w, memory_format=torch.contiguous_format), math.sqrt(5))
+                )
             for b in self.bias_parameters():
                 b.zero_()
 
@@ -152,7 +158,8 @@ class GroupedLinear(BasicOperation):
     def expert_weights(self) -> Iterator[Tensor]:
         """Each expert's [N, K] weight, as a view."""
         weights = self.weight_parameters()
-        return iter(weights[0].unbind(0) if self.single_grouped_weight else weights)
+        experts = weights[0].unbind(0) if self.single_grouped_weight else weights
+        return iter([w.mT for w in experts] if self.transposed_weight else experts)
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -190,7 +197,9 @@ class GroupedLinear(BasicOperation):
     def extra_repr(self) -> str:
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.has_bias}" + (", scale_bias=True" if self.scale_bias else "")
+            f"bias={self.has_bias}"
+            + (", scale_bias=True" if self.scale_bias else "")
+            + (", transposed_weight=True" if self.transposed_weight else "")
         )
 
     def describe(self) -> OpSpec:
@@ -208,6 +217,7 @@ class GroupedLinear(BasicOperation):
                 "delay_wgrad": self.delay_wgrad_compute,
                 "single_grouped_weight": self.single_grouped_weight,
                 "single_grouped_bias": self.single_grouped_bias,
+                "transposed_weight": self.transposed_weight,
             },
         )
 
@@ -281,8 +291,9 @@ class GroupedLinear(BasicOperation):
         return dx, [grads], [[None, dscales] if self.scale_bias else [None]]
 
     def operands(self, ctx: OperationContext, dtype: torch.dtype, records: bool) -> list[Tensor]:
-        """The weights as kernels take them. records: whether gradients are recorded."""
-        return as_operands(ctx.held.weights, ctx.held.weights_packed, dtype, records)
+        """The weights as kernels take them, [N, K]. records: whether gradients are recorded."""
+        operands = as_operands(ctx.held.weights, ctx.held.weights_packed, dtype, records)
+        return [w.mT for w in operands] if self.transposed_weight else operands
 
     def bias_operand(self, ctx: OperationContext, dtype: torch.dtype, records: bool) -> Tensor | None:
         """The bias as kernels take it, if there is one."""
@@ -304,7 +315,8 @@ class GroupedLinear(BasicOperation):
         """
         if x is None:
             return [None] * (len(self._weight_keys) + len(self._bias_keys))
-        weight_grads = self._weight_grads(ctx.held.weights, WeightGrad(kernels, dy, x, offsets, glu_interleave))
+        pair = (x, dy) if self.transposed_weight else (dy, x)
+        weight_grads = self._weight_grads(ctx.held.weights, WeightGrad(kernels, *pair, offsets, glu_interleave))
         if not self.has_bias:
             return weight_grads
         db = kernels.grouped_dbias(dy, offsets, scales, glu_interleave).to(ctx.held.biases[0].dtype)

@@ -161,7 +161,7 @@ class WeightGrad:
     """One weight-gradient product, computed when `compute` or `accumulate_into` is called.
 
     dw_g = dy_gᵀ x_g. kernels: `cute_kernels.reference` or `cute_kernels.ops`. glu_interleave: how the weight's rows
-    lie.
+    lie. For a weight stored [K, N], dy and x have changed places.
     """
 
     kernels: Any

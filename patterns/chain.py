@@ -5,7 +5,7 @@ Kinds that the built-in rules know, and their facts:
 | kind | facts |
 |---|---|
 | grouped_linear | num_groups, in_features, out_features, has_bias, scale_bias, dtype, accumulate_into_main_grad, \
-delay_wgrad, single_grouped_weight, single_grouped_bias |
+delay_wgrad, single_grouped_weight, single_grouped_bias, transposed_weight (stored [K, N]) |
 | linear | in_features, out_features, has_bias, dtype, accumulate_into_main_grad |
 | swiglu, geglu, clamped_swiglu, gelu, silu, relu, srelu | scaled (takes probs), glu_interleave (0: plain halves), \
 limit, alpha, offset, cache_quantized_input |

@@ -12,6 +12,7 @@ def grouped_linear(name: str, in_features: int, out_features: int, **more: objec
     facts: dict[str, object] = {"num_groups": 8, "in_features": in_features, "out_features": out_features}
     facts |= {"has_bias": True, "scale_bias": False, "dtype": DTYPE, "accumulate_into_main_grad": False}
     facts |= {"delay_wgrad": False, "single_grouped_weight": False, "single_grouped_bias": False}
+    facts |= {"transposed_weight": False}
     return OpSpec("grouped_linear", name, facts | more)
 
 

@@ -73,7 +73,7 @@ class Match:
 
     def facts(self) -> dict[str, object]:
         """The chain's dtype and recipe; for each op, under its label, its facts and kind, and what follows from them:
-        columns out, and for a linear its compute dtype. A dense linear has one group.
+        columns out, and for a linear its compute dtype. A dense linear has one group, and a weight [N, K].
         """
         facts: dict[str, object] = {"dtype": self.chain.dtype, "recipe": self.chain.recipe}
         columns: int | None = None
@@ -88,6 +88,7 @@ class Match:
             if op.kind in LINEAR_KINDS:
                 facts[f"{label}.compute_dtype"] = self.chain.dtype if self.chain.autocast else op.facts.get("dtype")
                 facts.setdefault(f"{label}.num_groups", 1)
+                facts.setdefault(f"{label}.transposed_weight", False)
         return facts
 
     def words(self) -> dict[str, str]:

@@ -41,6 +41,7 @@ def _linear(label: str, *, act_columns: str = "") -> tuple[Bound, ...]:
     """A linear, or with `act_columns` (a fact: columns out of "act") its half of one that an activation follows."""
     k, n, dtype = f"{label}.in_features", f"{label}.out_features", f"{label}.compute_dtype"
     act = {"I": act_columns, "activation": "act.kind", "glu_interleave": "act.glu_interleave"}
+    act["transposed_weight"] = f"{label}.transposed_weight"
     if act_columns:
         forward = bind(catalog.SM90_GROUPED_GEMM_ACT, f"{label} and act forward", K=k, N=n, dtype=dtype, **act)
     else:

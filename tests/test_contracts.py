@@ -460,6 +460,84 @@ def test_three_micro_batches(place: Place, single: bool, delay: bool, to: str) -
             assert (bias - wanted).norm() <= 1e-2 * wanted.norm() + 1e-6, (name, g)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Weights stored [K, N]
+
+STORED = [
+    {"transposed_weight": True},
+    {"transposed_weight": True, "single_grouped_weight": True, "single_grouped_bias": True},
+    {"transposed_weight": True, "accumulate_into_main_grad": True},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "autocast"])
+@pytest.mark.parametrize("linear", STORED, ids=["separate", "single", "main_grad"])
+@pytest.mark.parametrize(("activation", "interleave"), [("scaled_srelu", None), ("scaled_swiglu", None), ("swiglu", 1)])
+def test_weights_stored_transposed(
+    place: Place, activation: str, interleave: int | None, linear: dict, dtype: torch.dtype
+) -> None:
+    """The same numbers as from [N, K] weights, and gradients shaped as the weights are; nothing is copied."""
+    mlp = MLP(activation, hidden=64, intermediate=48, bias=True, interleave=interleave, linear=linear)
+    plain = MLP(activation, hidden=64, intermediate=48, bias=True, interleave=interleave)
+    fuses = place.fused and (dtype == BF16 or place.device == "cuda")
+    options = place.options() if activation == "scaled_srelu" and fuses else {} if place.fused else {"rules": ()}
+    model, other = mlp.build(SPLITS, place.device, dtype, **options), place.build(plain, SPLITS)
+    state = {k: v.mT if ".weight" in k else v for k, v in other.state_dict().items()}
+    model.load_state_dict(state)
+    assert model[0].first_weight.shape[-2:] == (64, model[0].out_features)
+    for w in (*model[0].weight_parameters(), *model[2].weight_parameters()):
+        w.main_grad = torch.zeros(w.shape, dtype=torch.float32, device=place.device)
+    exact = Place(place.device, False).build(plain, SPLITS, torch.float32)
+    exact.load_state_dict(other.state_dict())
+    inputs = Inputs.random(SPLITS, mlp.hidden, place.device, BF16)
+    with torch.autocast(place.device, BF16, enabled=dtype == torch.float32):
+        got = step(model, mlp, inputs)
+    same, full_precision = step(other, plain, inputs), step(exact, plain, inputs.to(torch.float32))
+    for op, name in ((model[0], "fc1"), (model[2], "fc2")):
+        for w, key in zip(op.weight_parameters(), op._weight_keys, strict=True):
+            grad = w.main_grad if op.accumulate_into_main_grad else w.grad
+            assert grad.shape == w.shape
+            parts = grad.unbind(0) if key == "weight" else [grad]
+            keys = [f"d{name}.weight{g}" for g in range(SPLITS.groups)] if key == "weight" else [f"d{name}.{key}"]
+            got |= {k: part.mT.to(same[k].dtype) for k, part in zip(keys, parts, strict=True)}
+            got.pop(f"d{name}.weight", None)
+        if op.single_grouped_bias:
+            got |= {f"d{name}.bias{g}": b for g, b in enumerate(got.pop(f"d{name}.bias").unbind(0))}
+    for name, want in same.items():
+        assert_as_accurate(got[name].to(want.dtype), want, full_precision[name].to(want.dtype).float(), name)
+
+
+def test_transposed_weights_as_hugging_face_has_them() -> None:
+    """gate_up_proj [E, H, 2I] with pairs of columns, down_proj [E, I, H]: taken as they are, memory shared."""
+    experts, hidden, intermediate = 3, 16, 24
+    gate_up, down = torch.randn(experts, hidden, 2 * intermediate), torch.randn(experts, intermediate, hidden)
+    common = {"bias": False, "device": "cpu", "single_grouped_weight": True, "transposed_weight": True}
+    fc1 = ops.GroupedLinear(experts, hidden, 2 * intermediate, **common)
+    fc2 = ops.GroupedLinear(experts, intermediate, hidden, **common)
+    fc1.weight.data, fc2.weight.data = gate_up, down
+    model = ops.Sequential(fc1, ops.ClampedSwiGLU(glu_interleave_size=1), fc2)
+    x, sizes = torch.randn(9, hidden), torch.tensor([4, 0, 5])
+    rows = []
+    for part, w1, w2 in zip(x.split([4, 0, 5]), gate_up, down, strict=True):
+        h = part @ w1
+        gate, up = h[:, ::2].clamp(max=7.0), h[:, 1::2].clamp(-7.0, 7.0)
+        rows.append((gate * torch.sigmoid(1.702 * gate) * (up + 1)) @ w2)
+    torch.testing.assert_close(model(x, sizes, sizes), torch.cat(rows))
+    text = model.to(torch.bfloat16).explain("sm_90a")
+    assert "transposed_weight is True, needs False with clamped_swiglu" in text and "2 of 3 ops fused" in text
+
+
+def test_transposed_weights_are_drawn_as_nn_linear_draws_them() -> None:
+    torch.manual_seed(7)
+    op = ops.GroupedLinear(2, 16, 24, device="cpu", transposed_weight=True)
+    torch.manual_seed(7)
+    for w in (op.weight0, op.weight1):
+        assert_bitwise_equal(w.detach().mT.contiguous(), torch.nn.Linear(16, 24, bias=False).weight.detach())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
 def test_a_clamp_without_limit_is_plain_swiglu(place: Place) -> None:
     """limit=None, alpha=1, offset=0: the same bits, gradients too."""
     splits = full("rows", 40, 0, 88)

@@ -2,7 +2,8 @@
 
 Shapes: x, dy [T, ·] bf16 or fp16, widths multiples of 8; offsets int32 [G+1] on the device, never read here. Rows that
 16-byte loads cannot address (a transposed view, an expanded gradient) are copied first; weights never are.
-Weights: one contiguous [G, N, K], or G contiguous [N, K] at multiples of 16 bytes within 32 GiB of each other.
+Weights: one [G, N, K], or G tensors [N, K] at multiples of 16 bytes within 32 GiB of each other; contiguous, or stored
+[K, N] and given as the transposed view, which products take as they are, but a gated activation does not.
 Errors: ValueError, before anything is launched, that names the argument and the limit.
 """
 
@@ -65,6 +66,7 @@ class Plan:
     tiles: int
     grid: int
     readable: bool
+    transposed: bool
 
 
 def grouped_gemm(
@@ -99,11 +101,12 @@ def _gemm_plan(
     groups = _check_product(kernel, "x", x, k, weights, offsets)
     _check_bias(kernel, bias, groups, n, x)
     _check_factor(kernel, "bias_scale", scale, x)
+    transposed = _are_transposed(kernel, weights)
     options = _options(
-        kernel, "store", x.dtype, n, K=k, N=n,
+        kernel, "store", x.dtype, n, K=k, N=n, contracts_rows=transposed,
         separate=weights.separate, has_bias=bias is not None, factor=_name(scale),
     )  # fmt: skip
-    return _plan(kernel, options, (x,), groups, n, k, n, sm_margin)
+    return _plan(kernel, options, (x,), groups, n, k, n, sm_margin, transposed)
 
 
 def grouped_gemm_dgrad(
@@ -122,11 +125,14 @@ def _dgrad_plan(dy: TensorFacts, weights: ListFacts, offsets: TensorFacts, glu_i
     n, k = _sizes(kernel, weights)
     groups = _check_product(kernel, "dy", dy, n, weights, offsets)
     _check_interleave(kernel, glu_interleave, n)
+    transposed = _are_transposed(kernel, weights)
+    if transposed and glu_interleave:
+        raise ValueError(f"{kernel.name}: glu_interleave is {glu_interleave}, needs 0 for weights stored [K, N]")
     options = _options(
         kernel, "store", dy.dtype, k, K=k, N=n,
-        contracts_rows=True, separate=weights.separate, glu_interleave=glu_interleave,
+        contracts_rows=not transposed, separate=weights.separate, glu_interleave=glu_interleave,
     )  # fmt: skip
-    return _plan(kernel, options, (dy,), groups, n, k, k, sm_margin)
+    return _plan(kernel, options, (dy,), groups, n, k, k, sm_margin, transposed)
 
 
 def grouped_gemm_act(
@@ -175,12 +181,13 @@ def _act_plan(
     _check_factor(kernel, "probs", probs, x)
     if n % activation.halves:
         raise ValueError(f"{kernel.name}: N is {n}, needs gate and up halves of the same size for {activation.kind}")
+    transposed = _are_transposed(kernel, weights)
     options = _options(
         kernel, "act", x.dtype, n, K=k, N=n, I=n // activation.halves, activation=activation,
         glu_interleave=glu_interleave, separate=weights.separate, has_bias=bias is not None, factor=_name(probs),
-        keeps=save_preact, zero_tail=zero_tail,
+        keeps=save_preact, zero_tail=zero_tail, contracts_rows=transposed,
     )  # fmt: skip
-    return _plan(kernel, options, (x,), groups, n, k, n, sm_margin)
+    return _plan(kernel, options, (x,), groups, n, k, n, sm_margin, transposed)
 
 
 def grouped_gemm_dact(
@@ -229,11 +236,12 @@ def _dact_plan(
     groups = _check_product(kernel, "dy", dy, h, weights, offsets)
     check_shape(kernel.name, "preact", preact, (dy.shape[0], activation.halves * width), dy, (dy.dtype,))
     _check_factor(kernel, "probs", probs, dy)
+    transposed = _are_transposed(kernel, weights)
     options = _options(
-        kernel, "dact", dy.dtype, width, H=h, I=width, activation=activation, contracts_rows=True,
+        kernel, "dact", dy.dtype, width, H=h, I=width, activation=activation, contracts_rows=not transposed,
         separate=weights.separate, factor=_name(probs), keeps=need_act, has_dprobs=need_dprobs, zero_tail=zero_tail,
     )  # fmt: skip
-    return _plan(kernel, options, (dy, preact), groups, h, width, width, sm_margin)
+    return _plan(kernel, options, (dy, preact), groups, h, width, width, sm_margin, transposed)
 
 
 def _sum_of_rows(partial: Tensor) -> Tensor:
@@ -250,11 +258,12 @@ def _plan(
     k: int,
     columns: int,
     sm_margin: int,
+    transposed: bool,
 ) -> Plan:
     """by_row: operands that the kernel reads by rows, x first. columns: of the product."""
     rows, tiles = by_row[0].shape[0], options.config.column_tiles(columns)
     grid = grid_size(rows, groups, tiles, multiprocessors(kernel, by_row[0].device), sm_margin)
-    return Plan(kernel, options, rows, n, k, tiles, grid, all(map(is_readable, by_row)))
+    return Plan(kernel, options, rows, n, k, tiles, grid, all(map(is_readable, by_row)), transposed)
 
 
 def _run(
@@ -267,6 +276,7 @@ def _run(
     base, table = weights[0], None
     if plan.options.separate:
         base, table = _table(plan.kernel.name, weights, x.device, stream)
+    base = base.mT if plan.transposed else base
     x = x if plan.readable else readable(x)
     launch.kernel(MODULE, plan.options, ARCH)(x, base, table, offsets, epilogue, plan.grid, stream)
 
@@ -308,7 +318,10 @@ def _options(
     """Checks what does not depend on the call's memory, once for each shape, and gathers it."""
     interleave = glu_interleave if activation is None or activation.is_glu else 0
     kind_of_f = activation and activation.kind
-    kernel.require(dtype=dtype_name(dtype), K=K, N=N, I=I, H=H, glu_interleave=interleave, activation=kind_of_f)
+    kernel.require(
+        dtype=dtype_name(dtype), K=K, N=N, I=I, H=H, glu_interleave=interleave, activation=kind_of_f,
+        transposed_weight=kind == "act" and facts["contracts_rows"],
+    )  # fmt: skip
     config = choose(kind, columns, activation is not None and activation.is_glu, interleave).config
     return Options(kind, dtype_name(dtype), config, activation=activation, glu_interleave=interleave, **facts)
 
@@ -351,10 +364,18 @@ def _check_product(
     shape = tuple(first.shape) if weights.separate else (groups, *first.shape[1:])
     for w in weights.kinds:
         check_shape(kernel.name, "weights", w, shape, x, (x.dtype,))
-        if not w.is_contiguous() or not w.aligned:
-            wanted = f"contiguous and starting at a multiple of {VECTOR_BYTES} bytes"
-            raise ValueError(f"{kernel.name}: weights need to be {wanted}")
+        if not w.aligned:
+            raise ValueError(f"{kernel.name}: weights need to start at a multiple of {VECTOR_BYTES} bytes")
     return groups
+
+
+def _are_transposed(kernel: Kernel, weights: ListFacts) -> bool:
+    """Whether the weights are stored [K, N]; raises ValueError if they are neither that nor all contiguous."""
+    if all(w.is_contiguous() for w in weights.kinds):
+        return False
+    if not all(w.is_transposed() for w in weights.kinds):
+        raise ValueError(f"{kernel.name}: weights need to be contiguous, or all of them transposed views of such")
+    return True
 
 
 def _check_bias(kernel: Kernel, bias: TensorFacts | None, groups: int, columns: int, x: TensorFacts) -> None:

@@ -41,6 +41,12 @@ class TensorFacts(NamedTuple):
             step *= size
         return True
 
+    def is_transposed(self) -> bool:
+        """Whether its last two dimensions, exchanged, would make it contiguous, which it is not."""
+        swapped = (*range(len(self.shape) - 2), -1, -2)
+        shape, strides = (tuple(x[i] for i in swapped) for x in (self.shape, self.strides))
+        return not self.is_contiguous() and self._replace(shape=torch.Size(shape), strides=strides).is_contiguous()
+
 
 class ListFacts(NamedTuple):
     """What checks read of a list of tensors. kinds: their facts, those that differ; length: how many tensors."""

@@ -58,6 +58,13 @@ CASES = {
     "dact_swiglu": options("dact", activation=SWIGLU, factor="float32", has_dprobs=True),
     "dact_clamped_separate": options("dact", activation=CLAMPED, separate=True, factor="float32", has_dprobs=True),
     "dact_gelu": options("dact", activation=Activation("gelu"), factor="float32", has_dprobs=True),
+    "store_transposed_bias_scale": options("store", 1152, contracts_rows=True, has_bias=True, factor="float32"),
+    "act_transposed_separate_srelu": options(
+        "act", 1152, activation=Activation("srelu"), contracts_rows=True, separate=True, has_bias=True, factor="float32"
+    ),
+    "dact_transposed_swiglu": options(
+        "dact", activation=SWIGLU, contracts_rows=False, factor="float32", has_dprobs=True
+    ),
     "dact_srelu_least": options("dact", activation=Activation("srelu"), keeps=False, zero_tail=False),
 }
 

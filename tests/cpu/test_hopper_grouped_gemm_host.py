@@ -50,6 +50,27 @@ def test_a_scale_without_a_bias_is_not_passed(launched: list) -> None:
     assert launched[0][0].factor == "" and launched[0][1][4][1:] == (None, None)
 
 
+@pytest.mark.parametrize("separate", [False, True])
+def test_weights_stored_transposed_are_read_where_they_are(launched: list, separate: bool) -> None:
+    """Forward reads them as the others' gradient does, and the other way round; a gated activation refuses."""
+    buffer, preact = torch.zeros(G, K, N, dtype=BF16), rows(2 * K)
+    weights = [w.mT for w in buffer] if separate else [buffer.mT]
+    host.grouped_gemm(rows(K), weights, OFFSETS)
+    host.grouped_gemm_dgrad(rows(N), weights, OFFSETS)
+    host.grouped_gemm_act(rows(K), weights, OFFSETS, Activation("srelu"))
+    host.grouped_gemm_dact(rows(N), weights, OFFSETS, preact, Activation("swiglu"))
+    assert [options.contracts_rows for options, _ in launched] == [True, False, True, False]
+    for _, (_, w, *_) in launched:
+        assert w.shape[-2:] == (K, N) and w.is_contiguous() and w.data_ptr() == buffer.data_ptr()
+    with pytest.raises(ValueError, match="transposed_weight is True, needs False with swiglu"):
+        host.grouped_gemm_act(rows(K), weights, OFFSETS, Activation("swiglu"))
+    with pytest.raises(ValueError, match="glu_interleave is 8, needs 0 for weights stored"):
+        host.grouped_gemm_dgrad(rows(N), weights, OFFSETS, 8)
+    with pytest.raises(ValueError, match="contiguous, or all of them transposed views"):
+        host.grouped_gemm(rows(K), [*weights[:-1], torch.zeros(G, N, 2 * K, dtype=BF16)[..., ::2]][-1:], OFFSETS)
+    assert len(launched) == 4
+
+
 def test_separate_weights_become_distances_from_the_lowest(launched: list) -> None:
     buffer = torch.zeros(4, N, K, dtype=BF16)
     weights = [buffer[3], buffer[0], buffer[2]]

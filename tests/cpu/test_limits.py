@@ -31,6 +31,7 @@ LIMITS: list[Limit] = [
 
 # One call that every kernel takes.
 LEGAL = {"K": 64, "N": 128, "H": 64, "I": 64, "G": 4, "dtype": "bfloat16", "activation": "swiglu", "glu_interleave": 32}
+LEGAL["transposed_weight"] = False
 
 ROWS = [(kernel, limit) for kernel in catalog.KERNELS.values() for limit in kernel.limits]
 
