@@ -79,6 +79,7 @@ class Options:
     kind: "store", "act" or "dact", the epilogue. contracts_rows: the product sums over the weight's rows (dgrad, dact).
     separate: weights are G tensors. factor: dtype of probs or of the bias scale, "" if absent.
     keeps: the optional result is wanted (preact of "act", act of "dact"). has_dprobs: "dact" only.
+    dynamic: tiles are taken through a counter (see `tickets`).
     """
 
     kind: str
@@ -93,6 +94,7 @@ class Options:
     keeps: bool = True
     has_dprobs: bool = False
     zero_tail: bool = True
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         facts = tuple(getattr(self, field.name) for field in fields(self))

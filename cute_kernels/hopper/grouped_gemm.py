@@ -278,7 +278,7 @@ def _run(
         base, table = _table(plan.kernel.name, weights, x.device, stream)
     base = base.mT if plan.transposed else base
     x = x if plan.readable else readable(x)
-    launch.kernel(MODULE, plan.options, ARCH)(x, base, table, offsets, epilogue, plan.grid, stream)
+    launch.kernel(MODULE, plan.options, ARCH)(x, base, table, offsets, None, epilogue, plan.grid, stream)
 
 
 def _table(name: str, weights: Sequence[Tensor], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ Two divisions of work, as the configuration says:
     in turn    (ping-pong) each on every other tile of 192 columns, all its rows: 192 sums a thread
 
 Roles, one CTA per SM, 384 threads, each role walking the same schedule:
-    warp 0      loads x and W tiles by TMA
+    warp 0      loads x and W tiles by TMA; dynamic, takes this CTA's tiles one by one (see `tickets`)
     warp 1      loads what the epilogue asked for (the saved pre-activation), piece by piece, by TMA
     warps 2, 3  zero the results' tail rows, offsets[G] to T, beside the products
     warps 4-7, 8-11   two consumer warpgroups: WGMMA, then the epilogue
@@ -42,6 +42,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
 
+from cute_kernels.hopper import tickets
 from cute_kernels.hopper.configs import CONSUMERS, Options
 from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.activation import Activate
@@ -54,13 +55,14 @@ DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": c
 
 
 class Walk(NamedTuple):
-    """What a role needs to find its tiles: number `first`, and each `step` numbers further."""
+    """What a role needs to find its tiles: of this CTA the number among all of them, and the tickets if dynamic."""
 
     offsets: Any
     groups: Any
     column_tiles: Any
-    first: Any
-    step: Any
+    cta: Any
+    ctas: Any
+    tickets: Any
 
 
 class Ring(NamedTuple):
@@ -89,7 +91,7 @@ class GroupedGemm:
         self.registers = config.producer_registers, config.consumer_registers
         self.pingpong, self.strip = config.pingpong, config.strip
         self.contracts_rows, self.separate = options.contracts_rows, options.separate
-        self.block = options.glu_interleave
+        self.block, self.dynamic = options.glu_interleave, options.dynamic
         self.epilogue = make_epilogue(options)
         gated = options.kind == "act" and options.activation is not None and options.activation.is_glu
         self.boxes = 2 if gated else 1
@@ -104,6 +106,7 @@ class GroupedGemm:
         w: cute.Tensor,
         table: cute.Tensor,
         offsets: cute.Tensor,
+        counter: cute.Tensor | None,
         epilogue_args: tuple,
         grid: Int32,
         stream,
@@ -139,6 +142,8 @@ class GroupedGemm:
         @cute.struct
         class Storage:
             ring: cute.struct.MemRange[Int64, self.stages * 2]
+            tickets: cute.struct.MemRange[Int64, tickets.DEPTH * 2]
+            numbers: cute.struct.MemRange[Int32, tickets.DEPTH]
             extra: cute.struct.MemRange[Int64, max(1, self.epilogue.sets) * 2]
             bias: cute.struct.Align[cute.struct.MemRange[self.dtype, bias_values], 16]
             x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_x)], 1024]
@@ -158,6 +163,7 @@ class GroupedGemm:
             *sinks[1],
             table,
             offsets,
+            counter,
             epilogue_args,
             mma,
             *layouts,
@@ -181,6 +187,7 @@ class GroupedGemm:
         tma_1,
         table: cute.Tensor,
         offsets: cute.Tensor,
+        counter: cute.Tensor | None,
         epilogue_args: tuple,
         mma: cute.TiledMma,
         layout_x: cute.ComposedLayout,
@@ -201,6 +208,11 @@ class GroupedGemm:
         fetched = CONSUMERS * self.epilogue.fetched * epilogue.ROWS * epilogue.COLS
         extra = self.make_pipe(memory.extra, self.epilogue.sets, CONSUMERS, fetched, True)
         readers = 4 if const_expr(self.pingpong) else 4 * CONSUMERS
+        taken = None
+        if const_expr(self.dynamic):
+            numbers = memory.numbers.get_tensor(cute.make_layout(tickets.DEPTH))
+            listeners = readers + (self.epilogue.fetched > 0)
+            taken = tickets.make(counter, memory.tickets.data_ptr(), numbers, listeners)
         pipe = self.make_pipe(memory.ring, self.stages, readers, (self.tile_m + self.tile_n) * self.tile_k, False)
         ring = Ring(
             memory.x.get_tensor(layout_x.outer, swizzle=layout_x.inner),
@@ -211,7 +223,7 @@ class GroupedGemm:
         tiles = memory.staging.get_tensor(layout_staging.outer, swizzle=layout_staging.inner)
         box_n = self.tile_n // self.boxes
         column_tiles = (cute.size(tma_w, mode=[0]) + box_n - 1) // box_n
-        walk = Walk(offsets, offsets.shape[0] - 1, column_tiles, cta, ctas)
+        walk = Walk(offsets, offsets.shape[0] - 1, column_tiles, cta, ctas, taken)
         if group_of_warps == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
@@ -250,22 +262,34 @@ class GroupedGemm:
             defer_sync=more_follow,
         )
 
-    def seek(self, walk: Walk, index, group, first):
-        """(group, first) of tile `index`; see `schedule`."""
-        return seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, index, group, first)
+    def number(self, walk: Walk, entry):
+        """The number of this CTA's tile `entry`, for who only reads it; see `tickets`."""
+        return tickets.read(walk.tickets, entry, 1) if self.dynamic else walk.cta + entry * walk.ctas
 
-    def locate(self, walk: Walk, index, group, first):
-        """Where tile `index` lies."""
-        return locate(walk.offsets, walk.column_tiles, self.tile_m, self.strip, index, group, first)
+    def take(self, walk: Walk):
+        """Ask for the next number, which `pass_on` then makes this CTA's tile `entry`."""
+        return tickets.take(walk.tickets) if self.dynamic else Int32(0)
+
+    def pass_on(self, walk: Walk, entry, taken):
+        return tickets.publish(walk.tickets, entry, taken, 1) if self.dynamic else walk.cta + entry * walk.ctas
+
+    def seek(self, walk: Walk, number, group, first):
+        """(group, first) of tile `number`; see `schedule`."""
+        return seek(walk.offsets, walk.groups, walk.column_tiles, self.tile_m, number, group, first)
+
+    def locate(self, walk: Walk, number, group, first):
+        """Where tile `number` lies."""
+        return locate(walk.offsets, walk.column_tiles, self.tile_m, self.strip, number, group, first)
 
     @cute.jit
     def produce(self, pipe, ring: Ring, x: Source, w: Source, table, walk: Walk):
         """Warp 0: fill the ring, tile after tile."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        index, group, first = Int32(walk.first), Int32(0), Int32(0)
-        group, first = self.seek(walk, index, group, first)
+        entry, group, first = Int32(0), Int32(0), Int32(0)
+        number = self.pass_on(walk, entry, self.take(walk))
+        group, first = self.seek(walk, number, group, first)
         while group < walk.groups:
-            tile = self.locate(walk, index, group, first)
+            tile = self.locate(walk, number, group, first)
             place = group
             if const_expr(self.separate):
                 place = table[group].to(Int32)
@@ -275,8 +299,12 @@ class GroupedGemm:
             tiles_w = cute.local_tile(w.tensor[None, None, None, place], box, (tile.column_tile, None, None))
             to_x, from_x = partition(x.atom, ring.x, tiles_x)
             to_w, from_w = partition(w.atom, ring.w_boxes, tiles_w)
+            taken = Int32(0)
             for half in range_constexpr(self.passes):
                 for k in cutlass.range(ring.tiles, unroll=1):
+                    if const_expr(self.dynamic and half == self.passes - 1):  # noqa: SIM102 (traced, then run)
+                        if k == cutlass.max(ring.tiles - tickets.AHEAD, 0):
+                            taken = self.take(walk)
                     pipe.producer_acquire(state)
                     full = pipe.producer_get_barrier(state)
                     cute.copy(x.atom, from_x[None, k, half], to_x[None, state.index], tma_bar_ptr=full)
@@ -284,18 +312,24 @@ class GroupedGemm:
                         stage = self.boxes * state.index + part
                         cute.copy(w.atom, from_w[None, k, half + part], to_w[None, stage], tma_bar_ptr=full)
                     state.advance()
-            index += walk.step
-            group, first = self.seek(walk, index, group, first)
+            entry += 1
+            number = self.pass_on(walk, entry, taken)
+            group, first = self.seek(walk, number, group, first)
+        if const_expr(self.dynamic):
+            tickets.close(walk.tickets, number, first, walk.ctas)
+            if const_expr(self.pingpong):  # the other warpgroup's end
+                self.pass_on(walk, entry + 1, number)
         pipe.producer_tail(state)
 
     @cute.jit
     def fetch(self, extra, saved: Source, tiles, walk: Walk):
         """Warp 1: the saved pre-activation of each tile into the staging tiles, gate and up for both warpgroups."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.epilogue.sets)
-        index, group, first = Int32(walk.first), Int32(0), Int32(0)
-        group, first = self.seek(walk, index, group, first)
+        entry, group, first = Int32(0), Int32(0), Int32(0)
+        number = self.number(walk, entry)
+        group, first = self.seek(walk, number, group, first)
         while group < walk.groups:
-            tile = self.locate(walk, index, group, first)
+            tile = self.locate(walk, number, group, first)
             rows = cute.domain_offset((tile.row, 0, 0), saved.tensor)
             saved_tiles = cute.local_tile(rows, (epilogue.ROWS, epilogue.COLS), (None, None, None))
             target, source = partition(saved.atom, tiles, saved_tiles)
@@ -309,8 +343,9 @@ class GroupedGemm:
                         column = tile.column_tile * wide + piece
                         cute.copy(saved.atom, source[None, consumer, column, half], target[None, at], tma_bar_ptr=full)
                 state.advance()
-            index += walk.step
-            group, first = self.seek(walk, index, group, first)
+            entry += 1
+            number = self.number(walk, entry)
+            group, first = self.seek(walk, number, group, first)
         extra.producer_tail(state)
 
     @cute.jit
@@ -330,15 +365,17 @@ class GroupedGemm:
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         extra_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, max(1, self.epilogue.sets))
         others = Int32(ring.tiles * self.passes)  # stages of a tile of the other warpgroup
+        entry, step = Int32(0), 1
         if const_expr(self.pingpong):
-            walk = walk._replace(first=walk.first + consumer * walk.step, step=walk.step * CONSUMERS)
+            entry, step = Int32(consumer), CONSUMERS
             state.advance(consumer * others)
             if consumer == 1:
                 self.turn(0).arrive()
-        index, group, first = Int32(walk.first), Int32(0), Int32(0)
-        group, first = self.seek(walk, index, group, first)
+        group, first = Int32(0), Int32(0)
+        number = self.number(walk, entry)
+        group, first = self.seek(walk, number, group, first)
         while group < walk.groups:
-            tile = self.locate(walk, index, group, first)
+            tile = self.locate(walk, number, group, first)
             if const_expr(not self.pingpong):
                 tile = tile._replace(row=tile.row + consumer * epilogue.ROWS)
             held = self.epilogue.load(args, tile, room)
@@ -349,8 +386,9 @@ class GroupedGemm:
             extra_state = self.epilogue.finish(args, held, sums, tile, room, extra, extra_state)
             if const_expr(self.pingpong):
                 state.advance(others)
-            index += walk.step
-            group, first = self.seek(walk, index, group, first)
+            entry += step
+            number = self.number(walk, entry)
+            group, first = self.seek(walk, number, group, first)
         epilogue.wait_sent(room.leads, 0)
 
     def turn(self, consumer):
@@ -409,7 +447,8 @@ def build(options: Options):
     table = vector(Int64, groups) if options.separate else None
     offsets = vector(Int32, cute.sym_int())
     x, outputs = strided_rows(dtype, rows, contracted), fake_epilogue(options, rows, columns)
-    return GroupedGemm(options), (x, w, table, offsets, outputs, Int32(1), make_fake_stream())
+    counter = vector(Int32, cute.sym_int()) if options.dynamic else None
+    return GroupedGemm(options), (x, w, table, offsets, counter, outputs, Int32(1), make_fake_stream())
 
 
 def fake_epilogue(options: Options, rows, columns) -> tuple:

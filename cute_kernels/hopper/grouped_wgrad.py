@@ -44,6 +44,7 @@ class WgradOptions:
     """Static facts of one compiled kernel; dtypes by name.
 
     interleaved: rows of the gradient go to blocks of gate and up rows. separate: the output is G tensors.
+    dynamic: tiles are taken through a counter (see `tickets`).
     """
 
     element: str
@@ -52,6 +53,7 @@ class WgradOptions:
     accumulate: bool = False
     interleaved: bool = False
     separate: bool = False
+    dynamic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ def grouped_wgrad_(
     if not plan.readable:
         dy, x = readable(dy), readable(x)
     kernel = launch.kernel(MODULE, plan.options, ARCH)
-    kernel(dy, x, offsets, target, max(glu_interleave, 1), plan.strip, plan.grid, stream)
+    kernel(dy, x, offsets, target, None, max(glu_interleave, 1), plan.strip, plan.grid, stream)
 
 
 @functools.lru_cache(KEPT)

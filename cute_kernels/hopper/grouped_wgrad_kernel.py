@@ -21,10 +21,10 @@ in turn; warp 8 issues TMA, and its warpgroup gives registers away.
 Pipelines: operand ring, producer -> 4 consumer warps (of the warpgroup whose tile it is; in a cluster of 2, also of
 the same warpgroup of the other CTA, since half of x's tile comes from there). Turns: two named barriers of 256
 threads. Staging: each warp has 16 rows of its warpgroup's slots to itself.
-Schedule: persistent; cluster c takes tiles c, c + clusters, ...; its warpgroups take them alternately, and each steps
-the ring over the other's k blocks. In a group tiles go in strips (`place`), and each group starts a column later than
-the one before, so that narrow last columns do not always meet the same CTA: those are multiplied at a width of 128 or
-64.
+Schedule: persistent; cluster c takes tiles c, c + clusters, ..., or, dynamic, whichever is next when it asks (see
+`tickets`); its warpgroups take them alternately, and each steps the ring over the other's k blocks. In a group tiles go
+in strips (`place`), and each group starts a column later than the one before, so that narrow last columns do not always
+meet the same CTA: those are multiplied at a width of 128 or 64.
 Timeline of a warpgroup: wait for the turn; per k block wait for the stage, 8 WGMMA, release the stage before; pass the
 turn on while the last WGMMA still run; then, while the other warpgroup multiplies, round and send the tile, 16 rows by
 128 bytes a warp at a time. Accumulating, the old values are copied into the slots ahead (cp.async; the first before the
@@ -60,6 +60,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.tensor_utils import LayoutEnum
 
+from cute_kernels.hopper import tickets
 from cute_kernels.hopper.grouped_wgrad_configs import SLOT_ROW_BYTES, TILE_COLUMNS, TILE_ROWS, TILE_TOKENS
 
 TILE_M, TILE_N, TILE_K = TILE_ROWS, TILE_COLUMNS, TILE_TOKENS
@@ -107,8 +108,8 @@ def tokens_of(x: cute.Tensor, first, count):
 
 
 class Walk(NamedTuple):
-    """What a role needs to find its tiles: group ends, the gradient's shape, the strip, this cluster, their number, and
-    this CTA's place in its cluster."""
+    """What a role needs to find its tiles: group ends, the gradient's shape, the strip, this cluster, their number,
+    this CTA's place in its cluster, and the tickets if dynamic."""
 
     offsets: Any
     rows: Any
@@ -117,6 +118,7 @@ class Walk(NamedTuple):
     first: Any
     step: Any
     rank: Any
+    tickets: Any
 
 
 class Tile(NamedTuple):
@@ -160,7 +162,7 @@ class GroupedWgradSm90:
         self.box_k = TILE_K // self.cluster
         self.element = TYPES[options.element]
         self.out = TYPES[options.out]
-        self.accumulate = options.accumulate
+        self.accumulate, self.dynamic = options.accumulate, options.dynamic
         self.interleaved = options.interleaved
         self.separate = options.separate
         self.out_bytes = self.out.width // 8
@@ -175,6 +177,7 @@ class GroupedWgradSm90:
         x: cute.Tensor,
         offsets: cute.Tensor,
         out: tuple,
+        counter: cute.Tensor | None,
         block: Int32,
         strip: Int32,
         grid: Int32,
@@ -203,10 +206,12 @@ class GroupedWgradSm90:
             b: cute.struct.Align[cute.struct.MemRange[self.element, cute.cosize(b_layout)], 1024]
             staged: cute.struct.Align[cute.struct.MemRange[self.out, cute.cosize(staged_layout)], 1024]
             barriers: cute.struct.MemRange[Int64, 2 * self.stages]
+            tickets: cute.struct.MemRange[Int64, 2 * tickets.DEPTH]
+            numbers: cute.struct.MemRange[Int32, tickets.DEPTH]
 
         self.storage = Storage
         layouts = (a_layout, b_layout, box_layout, staged_layout)
-        self.kernel(a_atom, a_tma, b_atom, b_tma, offsets, out, *sink, block, strip, *layouts).launch(
+        self.kernel(a_atom, a_tma, b_atom, b_tma, offsets, out, *sink, counter, block, strip, *layouts).launch(
             grid=[grid, 1, 1],
             block=[THREADS, 1, 1],
             cluster=[self.cluster, 1, 1] if const_expr(self.cluster > 1) else None,
@@ -241,6 +246,7 @@ class GroupedWgradSm90:
         out: tuple,
         out_atom,
         out_tma,
+        counter: cute.Tensor | None,
         block: Int32,
         strip: Int32,
         a_layout: cute.ComposedLayout,
@@ -260,6 +266,11 @@ class GroupedWgradSm90:
         b = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
         boxes = storage.b.get_tensor(box_layout.outer, swizzle=box_layout.inner)
         staged = storage.staged.get_tensor(staged_layout.outer, swizzle=staged_layout.inner)
+        taken = None
+        if const_expr(self.dynamic):
+            readers = 2 * WARPS * self.cluster + self.cluster - 1  # the producer warp of the first CTA writes
+            numbers = storage.numbers.get_tensor(cute.make_layout(tickets.DEPTH))
+            taken = tickets.make(counter, storage.tickets.data_ptr(), numbers, readers)
         ring = pipeline.PipelineTmaAsync.create(
             num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
@@ -269,7 +280,7 @@ class GroupedWgradSm90:
             cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, 1)),
         )
         first, step, rank = cta // self.cluster, ctas // self.cluster, cta % self.cluster
-        walk = Walk(offsets, a_tma.shape[0], b_tma.shape[0], strip, first, step, rank)
+        walk = Walk(offsets, a_tma.shape[0], b_tma.shape[0], strip, first, step, rank, taken)
         if warp_index >= 2 * WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 2 * WARPS:
@@ -320,12 +331,39 @@ class GroupedWgradSm90:
                 blocks = cutlass.max(blocks, 1)
         return blocks
 
+    def number(self, walk: Walk, entry):
+        """The number of this cluster's tile `entry`, for who only reads it; see `tickets`."""
+        return tickets.read(walk.tickets, entry, self.cluster) if self.dynamic else walk.first + entry * walk.step
+
+    @cute.jit
+    def take(self, walk: Walk):
+        """The first CTA of a cluster asks for the next number, which `pass_on` then makes tile `entry`."""
+        taken = Int32(0)
+        if const_expr(self.dynamic):  # noqa: SIM102 (traced, then run)
+            if walk.rank == 0:
+                taken = tickets.take(walk.tickets)
+        return taken
+
+    @cute.jit
+    def pass_on(self, walk: Walk, entry, taken):
+        number = taken
+        if const_expr(self.dynamic):
+            if walk.rank == 0:
+                number = tickets.publish(walk.tickets, entry, taken, self.cluster)
+            else:
+                number = self.number(walk, entry)
+        else:
+            number = self.number(walk, entry)
+        return number
+
     @cute.jit
     def produce(self, a_atom, a_tma, b_atom, b_tma, a, boxes, ring, walk: Walk):
         """One warp: dy's tile, and of x's tile the share of this CTA, for every k block of every tile."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         alone = cute.make_layout(1)
-        for index in cutlass.range(walk.first, self.tiles(walk), walk.step, unroll=1):
+        tiles, entry = self.tiles(walk), Int32(0)
+        index = self.pass_on(walk, entry, self.take(walk))
+        while index < tiles:
             tile = self.place(walk, index)
             first = walk.offsets[tile.group]
             count = walk.offsets[tile.group + 1] - first
@@ -339,7 +377,13 @@ class GroupedWgradSm90:
             b_to, b_from = cpasync.tma_partition(
                 b_atom, 0, alone, cute.group_modes(boxes, 0, 2), cute.group_modes(b_tile, 0, 2)
             )
-            for k in cutlass.range(self.blocks_of(walk, index), unroll=1):
+            blocks, taken = self.blocks_of(walk, index), Int32(0)
+            if blocks == 0:
+                taken = self.take(walk)
+            for k in cutlass.range(blocks, unroll=1):
+                if const_expr(self.dynamic):  # noqa: SIM102 (traced, then run)
+                    if k == cutlass.max(blocks - tickets.AHEAD, 0):
+                        taken = self.take(walk)
                 ring.producer_acquire(state)
                 full = ring.producer_get_barrier(state)
                 cute.copy(a_atom, a_from[None, k], a_to[None, state.index], tma_bar_ptr=full)
@@ -351,6 +395,12 @@ class GroupedWgradSm90:
                     else:
                         cute.copy(b_atom, source, target, tma_bar_ptr=full)
                 state.advance()
+            entry += 1
+            index = self.pass_on(walk, entry, taken)
+        if const_expr(self.dynamic):  # noqa: SIM102 (traced, then run)
+            if walk.rank == 0:
+                tickets.close(walk.tickets, index, tiles, walk.step)
+                tickets.drain(walk.tickets, entry)
         ring.producer_tail(state)
 
     @cute.jit
@@ -360,29 +410,31 @@ class GroupedWgradSm90:
         products = [self.product(width, a, b, acc) for width in WIDTHS]
         slots = cute.local_tile(staged, (64, self.staged_cols, self.slots), (0, 0, turn))
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        tiles = self.tiles(walk)
+        tiles, entry = self.tiles(walk), Int32(0)
         if turn == 1:
-            state.advance(self.blocks_of(walk, walk.first))
             cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=TURN_THREADS)
-        for index in cutlass.range(walk.first + turn * walk.step, tiles, 2 * walk.step, unroll=1):
-            tile = self.place(walk, index)
+        index = self.number(walk, entry)
+        while index < tiles:
             blocks = self.blocks_of(walk, index)
-            skipped = self.blocks_of(walk, index + walk.step)
-            if const_expr(self.accumulate):  # noqa: SIM102 (traced, then run)
+            if entry % 2 == turn:
+                tile = self.place(walk, index)
+                if const_expr(self.accumulate):  # noqa: SIM102 (traced, then run)
+                    if blocks > 0:
+                        self.fetch_first(slots, target, walk, tile, thread)
+                cute.arch.barrier(barrier_id=TURN + turn, number_of_threads=TURN_THREADS)
+                left, following = walk.cols - tile.col, TURN + 1 - turn
+                if left <= WIDTHS[2]:
+                    state = self.multiply(ring, state, products[2], blocks, following)
+                elif left <= WIDTHS[1]:
+                    state = self.multiply(ring, state, products[1], blocks, following)
+                else:
+                    state = self.multiply(ring, state, products[0], blocks, following)
                 if blocks > 0:
-                    self.fetch_first(slots, target, walk, tile, thread)
-            cute.arch.barrier(barrier_id=TURN + turn, number_of_threads=TURN_THREADS)
-            turns = TURN + 1 - turn, index + walk.step < tiles
-            left = walk.cols - tile.col
-            if left <= WIDTHS[2]:
-                state = self.multiply(ring, state, products[2], blocks, *turns)
-            elif left <= WIDTHS[1]:
-                state = self.multiply(ring, state, products[1], blocks, *turns)
+                    self.finish(acc, slots, target, walk, tile, thread)
             else:
-                state = self.multiply(ring, state, products[0], blocks, *turns)
-            if blocks > 0:
-                self.finish(acc, slots, target, walk, tile, thread)
-            state.advance(skipped)
+                state.advance(blocks)
+            entry += 1
+            index = self.number(walk, entry)
         if const_expr(self.by_tma):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -402,7 +454,7 @@ class GroupedWgradSm90:
         )
 
     @cute.jit
-    def multiply(self, ring, state, product, blocks, barrier, passes):
+    def multiply(self, ring, state, product, blocks, following):
         """The sum over all k blocks. The turn passes on while the last group of WGMMA is still in flight."""
         last = state.clone()
         for k in cutlass.range(blocks, unroll=1):
@@ -420,8 +472,7 @@ class GroupedWgradSm90:
                 ring.consumer_release(last)
                 last.advance()
             state.advance()
-        if passes:
-            cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=TURN_THREADS)
+        cute.arch.barrier_arrive(barrier_id=following, number_of_threads=TURN_THREADS)
         warpgroup.wait_group(0)
         if blocks > 0:
             ring.consumer_release(last)
@@ -602,8 +653,8 @@ class GroupedWgradSm90:
 
 
 def build(options):
-    """(jit function, fake arguments): dy, x, offsets, (out,) or (lowest, addresses), interleave block, strip, grid
-    size, stream. options: `grouped_wgrad.WgradOptions`.
+    """(jit function, fake arguments): dy, x, offsets, (out,) or (lowest, addresses), counter or None, interleave block,
+    strip, grid size, stream. options: `grouped_wgrad.WgradOptions`.
     """
     tokens, rows, cols, groups = (
         cute.sym_int(),
@@ -627,6 +678,7 @@ def build(options):
         operand(cols),
         offsets,
         out,
+        make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4) if options.dynamic else None,
         Int32(1),
         Int32(1),
         Int32(1),

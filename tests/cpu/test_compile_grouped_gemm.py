@@ -55,6 +55,13 @@ CASES = {
     ),
     "act_turns_gelu": options("act", 1152, activation=Activation("gelu"), has_bias=True, factor="float32"),
     "act_turns_srelu_alone": options("act", 960, activation=Activation("srelu"), keeps=False),
+    "dynamic_store": options("store", dynamic=True),
+    "dynamic_store_turns_bias_scale": options("store", 1152, has_bias=True, factor="float32", dynamic=True),
+    "dynamic_dgrad_interleaved_separate": options(
+        "store", 960, contracts_rows=True, glu_interleave=32, separate=True, dynamic=True
+    ),
+    "dynamic_act_swiglu": options("act", 1152, activation=SWIGLU, factor="float32", dynamic=True),
+    "dynamic_dact_swiglu": options("dact", activation=SWIGLU, factor="float32", has_dprobs=True, dynamic=True),
     "dact_swiglu": options("dact", activation=SWIGLU, factor="float32", has_dprobs=True),
     "dact_clamped_separate": options("dact", activation=CLAMPED, separate=True, factor="float32", has_dprobs=True),
     "dact_gelu": options("dact", activation=Activation("gelu"), factor="float32", has_dprobs=True),

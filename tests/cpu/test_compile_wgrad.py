@@ -20,9 +20,9 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed: noth
 PAIRED, ODD = 256, 128  # rows of a gradient: two row tiles, one
 
 
-def wgrad(element: str, out: str, rows: int, accumulate=False, block=0, separate=False) -> WgradOptions:
+def wgrad(element: str, out: str, rows: int, accumulate=False, block=0, separate=False, dynamic=False) -> WgradOptions:
     config = choose(rows, 4 if out == "float32" else 2, accumulate, block).config
-    return WgradOptions(element, out, config, accumulate, block > 0, separate)
+    return WgradOptions(element, out, config, accumulate, block > 0, separate, dynamic)
 
 
 WGRAD = (
@@ -37,6 +37,10 @@ WGRAD = (
     wgrad("bfloat16", "float32", PAIRED, True, 4, True),
     wgrad("bfloat16", "bfloat16", ODD, True, 4, True),
     wgrad("float16", "float16", PAIRED, True),
+    wgrad("bfloat16", "bfloat16", PAIRED, dynamic=True),
+    wgrad("bfloat16", "bfloat16", ODD, dynamic=True),
+    wgrad("bfloat16", "float32", PAIRED, True, separate=True, dynamic=True),
+    wgrad("bfloat16", "float32", ODD, True, 4, dynamic=True),
 )
 ROWWISE = (
     GroupOffsetsOptions("int32"),

@@ -39,15 +39,15 @@ def stacked(n: int = N, k: int = K) -> list[torch.Tensor]:
 
 def test_a_product_is_one_launch(launched: list) -> None:
     y = host.grouped_gemm(rows(K), stacked(), OFFSETS, torch.zeros(G, N, dtype=BF16), torch.zeros(T))
-    ((options, (x, w, table, offsets, outputs, grid, stream)),) = launched
+    ((options, (x, w, table, offsets, counter, outputs, grid, stream)),) = launched
     assert (options.kind, options.has_bias, options.factor, options.separate) == ("store", True, "float32", False)
-    assert table is None and outputs[0] is y and (grid, stream) == (3, 7)
+    assert table is counter is None and outputs[0] is y and (grid, stream) == (3, 7)
     assert y.shape == (T, N) and offsets is OFFSETS and x.shape == (T, K) and w.shape == (G, N, K)
 
 
 def test_a_scale_without_a_bias_is_not_passed(launched: list) -> None:
     host.grouped_gemm(rows(K), stacked(), OFFSETS, None, torch.zeros(T))
-    assert launched[0][0].factor == "" and launched[0][1][4][1:] == (None, None)
+    assert launched[0][0].factor == "" and launched[0][1][5][1:] == (None, None)
 
 
 @pytest.mark.parametrize("separate", [False, True])
