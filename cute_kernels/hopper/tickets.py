@@ -14,8 +14,9 @@ T + W - 1, puts it back to zero. So a launch needs no other that clears it, and 
 replays of a graph included, as long as they do not overlap.
 
 Passing numbers round: a ring of DEPTH entries in shared memory of each CTA. The first CTA's producer warp writes them
-(`publish`): it waits until entry e - DEPTH has been read in all CTAs, then stores e in each by st.async, which
-completes that CTA's barrier. Every reading warp waits for it, reads, and arrives at a second barrier, in the first CTA.
+(`publish`): it waits until entry e - DEPTH has been read in all CTAs, then stores e and arrives at a barrier, in a
+cluster by st.async in each CTA. Every reading warp waits for that, reads, and arrives at a second barrier, in the first
+CTA.
 """
 
 from typing import Any, NamedTuple
@@ -87,8 +88,12 @@ def publish(tickets: Tickets, entry, taken, ctas: cutlass.Constexpr):
     cute.arch.mbarrier_wait(tickets.empty + slot, (entry // DEPTH + 1) & 1)
     cta = cute.arch.lane_idx()
     if cta < ctas:
-        cute.arch.mbarrier_arrive_and_expect_tx(tickets.full + slot, 4, cta)
-        cute.arch.store_async_dsmem(tickets.numbers.iterator + slot, number, tickets.full + slot, cta)
+        if const_expr(ctas > 1):
+            cute.arch.mbarrier_arrive_and_expect_tx(tickets.full + slot, 4, cta)
+            cute.arch.store_async_dsmem(tickets.numbers.iterator + slot, number, tickets.full + slot, cta)
+        else:  # st.async in a kernel without clusters is an illegal instruction
+            tickets.numbers[slot] = number
+            cute.arch.mbarrier_arrive(tickets.full + slot)
     return number
 
 
