@@ -165,9 +165,16 @@ def against_pingpong(columns: int, halves: int, glu_interleave: int) -> str:
     return ""
 
 
-def grid_size(rows: int, groups: int, column_tiles: int, sms: int, sm_margin: int, tile_m: int = 128) -> int:
-    """CTAs to launch: one an SM, less the margin, and no more than tiles can exist for any split of `rows`."""
-    if sm_margin < 0:
-        raise ValueError(f"sm_margin must be at least 0; it is {sm_margin}")
+def grid_size(rows: int, groups: int, column_tiles: int, sms: int, tile_m: int = 128) -> int:
+    """CTAs to launch: one an SM, and no more than tiles can exist for any split of `rows`."""
     most_row_tiles = min(rows, rows // tile_m + groups)
-    return max(1, min(sms - sm_margin, most_row_tiles * column_tiles))
+    return max(1, min(sms, most_row_tiles * column_tiles))
+
+
+def sms_left(sms: int, sm_margin: int, cluster: int = 1) -> int:
+    """SMs that a margin leaves to a kernel, in whole clusters. ValueError if there are none."""
+    left = (sms - sm_margin) // cluster * cluster
+    if sm_margin < 0 or left <= 0:
+        most = sms - cluster
+        raise ValueError(f"sm_margin is {sm_margin}, needs 0 to {most} on {sms} SMs (clusters of {cluster})")
+    return left

@@ -4,6 +4,8 @@ Shapes: x, dy [T, ·] bf16 or fp16, widths multiples of 8; offsets int32 [G+1] o
 16-byte loads cannot address (a transposed view, an expanded gradient) are copied first; weights never are.
 Weights: one [G, N, K], or G tensors [N, K] at multiples of 16 bytes within 32 GiB of each other; contiguous, or stored
 [K, N] and given as the transposed view, which products take as they are, but a gated activation does not.
+sm_margin: SMs to leave free. counter: int32 [1] zero, if CTAs are to take tiles as they go (dynamic scheduling), and
+zero again afterwards; launches that share one must not overlap. None: tiles are dealt out beforehand (static).
 Errors: ValueError, before anything is launched, that names the argument and the limit.
 """
 
@@ -34,7 +36,7 @@ from cute_kernels.hopper.operands import (
     VECTOR_BYTES,
     ListFacts,
     TensorFacts,
-    check_offsets,
+    check_counter,
     check_shape,
     facts,
     facts_or_none,
@@ -43,11 +45,18 @@ from cute_kernels.hopper.operands import (
     multiprocessors,
     readable,
 )
+from cute_kernels.hopper.product_operands import (
+    are_transposed,
+    check_bias,
+    check_factor,
+    check_interleave,
+    check_product,
+    weight_sizes,
+)
 from cute_kernels.limits import dtype_name
 
 MODULE = "cute_kernels.hopper.grouped_gemm_kernel"
 ARCH = SM90_GROUPED_GEMM.arch
-FACTOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +85,16 @@ def grouped_gemm(
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
     sm_margin: int = 0,
+    counter: Tensor | None = None,
 ) -> Tensor:
-    """`reference.grouped_gemm`: y [T, N]. sm_margin: SMs to leave free."""
+    """`reference.grouped_gemm`: y [T, N]."""
     scale = None if bias is None else bias_scale
     plan = _gemm_plan(
-        facts(x), list_facts(weights), facts(offsets), facts_or_none(bias), facts_or_none(scale), sm_margin
-    )
+        facts(x), list_facts(weights), facts(offsets), facts_or_none(bias), facts_or_none(scale),
+        sm_margin, facts_or_none(counter),
+    )  # fmt: skip
     y = torch.empty(plan.rows, plan.n, dtype=x.dtype, device=x.device)
-    _run(plan, x, weights, offsets, (y, _whole(bias), _contiguous(scale)))
+    _run(plan, x, weights, offsets, counter, (y, _whole(bias), _contiguous(scale)))
     return y
 
 
@@ -95,42 +106,59 @@ def _gemm_plan(
     bias: TensorFacts | None,
     scale: TensorFacts | None,
     sm_margin: int,
+    counter: TensorFacts | None,
 ) -> Plan:
     kernel = SM90_GROUPED_GEMM
-    n, k = _sizes(kernel, weights)
-    groups = _check_product(kernel, "x", x, k, weights, offsets)
-    _check_bias(kernel, bias, groups, n, x)
-    _check_factor(kernel, "bias_scale", scale, x)
-    transposed = _are_transposed(kernel, weights)
+    n, k = weight_sizes(kernel, weights)
+    groups = check_product(kernel, "x", x, k, weights, offsets)
+    check_bias(kernel, bias, groups, n, x)
+    check_factor(kernel, "bias_scale", scale, x)
+    transposed = are_transposed(kernel, weights)
     options = _options(
         kernel, "store", x.dtype, n, K=k, N=n, contracts_rows=transposed,
         separate=weights.separate, has_bias=bias is not None, factor=_name(scale),
+        dynamic=check_counter(kernel.name, counter, x),
     )  # fmt: skip
     return _plan(kernel, options, (x,), groups, n, k, n, sm_margin, transposed)
 
 
 def grouped_gemm_dgrad(
-    dy: Tensor, weights: Sequence[Tensor], offsets: Tensor, glu_interleave: int = 0, sm_margin: int = 0
+    dy: Tensor,
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    glu_interleave: int = 0,
+    sm_margin: int = 0,
+    counter: Tensor | None = None,
 ) -> Tensor:
-    """`reference.grouped_gemm_dgrad`: dx [T, K]. sm_margin: SMs to leave free."""
-    plan = _dgrad_plan(facts(dy), list_facts(weights), facts(offsets), glu_interleave, sm_margin)
+    """`reference.grouped_gemm_dgrad`: dx [T, K]."""
+    plan = _dgrad_plan(
+        facts(dy), list_facts(weights), facts(offsets), glu_interleave, sm_margin, facts_or_none(counter)
+    )
     dx = torch.empty(plan.rows, plan.k, dtype=dy.dtype, device=dy.device)
-    _run(plan, dy, weights, offsets, (dx, None, None))
+    _run(plan, dy, weights, offsets, counter, (dx, None, None))
     return dx
 
 
 @functools.lru_cache(KEPT)
-def _dgrad_plan(dy: TensorFacts, weights: ListFacts, offsets: TensorFacts, glu_interleave: int, sm_margin: int) -> Plan:
+def _dgrad_plan(
+    dy: TensorFacts,
+    weights: ListFacts,
+    offsets: TensorFacts,
+    glu_interleave: int,
+    sm_margin: int,
+    counter: TensorFacts | None,
+) -> Plan:
     kernel = SM90_GROUPED_GEMM_DGRAD
-    n, k = _sizes(kernel, weights)
-    groups = _check_product(kernel, "dy", dy, n, weights, offsets)
-    _check_interleave(kernel, glu_interleave, n)
-    transposed = _are_transposed(kernel, weights)
+    n, k = weight_sizes(kernel, weights)
+    groups = check_product(kernel, "dy", dy, n, weights, offsets)
+    check_interleave(kernel, glu_interleave, n)
+    transposed = are_transposed(kernel, weights)
     if transposed and glu_interleave:
         raise ValueError(f"{kernel.name}: glu_interleave is {glu_interleave}, needs 0 for weights stored [K, N]")
     options = _options(
         kernel, "store", dy.dtype, k, K=k, N=n,
         contracts_rows=not transposed, separate=weights.separate, glu_interleave=glu_interleave,
+        dynamic=check_counter(kernel.name, counter, dy),
     )  # fmt: skip
     return _plan(kernel, options, (dy,), groups, n, k, k, sm_margin, transposed)
 
@@ -146,18 +174,19 @@ def grouped_gemm_act(
     save_preact: bool = True,
     zero_tail: bool = True,
     sm_margin: int = 0,
+    counter: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`reference.grouped_gemm_act`: (act [T, I], preact [T, N] or None). sm_margin: SMs to leave free.
+    """`reference.grouped_gemm_act`: (act [T, I], preact [T, N] or None).
 
     zero_tail=False leaves the tail rows of both undefined.
     """
     plan = _act_plan(
         facts(x), list_facts(weights), facts(offsets), activation, facts_or_none(bias), facts_or_none(probs),
-        glu_interleave, save_preact, zero_tail, sm_margin,
+        glu_interleave, save_preact, zero_tail, sm_margin, facts_or_none(counter),
     )  # fmt: skip
     act = torch.empty(plan.rows, plan.n // activation.halves, dtype=x.dtype, device=x.device)
     preact = torch.empty(plan.rows, plan.n, dtype=x.dtype, device=x.device) if save_preact else None
-    _run(plan, x, weights, offsets, (act, preact, _whole(bias), _contiguous(probs)))
+    _run(plan, x, weights, offsets, counter, (act, preact, _whole(bias), _contiguous(probs)))
     return act, preact
 
 
@@ -173,19 +202,21 @@ def _act_plan(
     save_preact: bool,
     zero_tail: bool,
     sm_margin: int,
+    counter: TensorFacts | None,
 ) -> Plan:
     kernel = SM90_GROUPED_GEMM_ACT
-    n, k = _sizes(kernel, weights)
-    groups = _check_product(kernel, "x", x, k, weights, offsets)
-    _check_bias(kernel, bias, groups, n, x)
-    _check_factor(kernel, "probs", probs, x)
+    n, k = weight_sizes(kernel, weights)
+    groups = check_product(kernel, "x", x, k, weights, offsets)
+    check_bias(kernel, bias, groups, n, x)
+    check_factor(kernel, "probs", probs, x)
     if n % activation.halves:
         raise ValueError(f"{kernel.name}: N is {n}, needs gate and up halves of the same size for {activation.kind}")
-    transposed = _are_transposed(kernel, weights)
+    transposed = are_transposed(kernel, weights)
     options = _options(
         kernel, "act", x.dtype, n, K=k, N=n, I=n // activation.halves, activation=activation,
         glu_interleave=glu_interleave, separate=weights.separate, has_bias=bias is not None, factor=_name(probs),
         keeps=save_preact, zero_tail=zero_tail, contracts_rows=transposed,
+        dynamic=check_counter(kernel.name, counter, x),
     )  # fmt: skip
     return _plan(kernel, options, (x,), groups, n, k, n, sm_margin, transposed)
 
@@ -201,20 +232,21 @@ def grouped_gemm_dact(
     need_dprobs: bool = False,
     zero_tail: bool = True,
     sm_margin: int = 0,
+    counter: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`reference.grouped_gemm_dact`: (dpreact, act or None, dprobs FP32 [T] or None). sm_margin: SMs to leave free.
+    """`reference.grouped_gemm_dact`: (dpreact, act or None, dprobs FP32 [T] or None).
 
     zero_tail=False leaves the tail rows of dpreact and act undefined; those of dprobs are always zero.
     """
     plan = _dact_plan(
         facts(dy), list_facts(weights), facts(offsets), facts(preact), activation, facts_or_none(probs),
-        need_act, need_dprobs, zero_tail, sm_margin,
+        need_act, need_dprobs, zero_tail, sm_margin, facts_or_none(counter),
     )  # fmt: skip
     dpreact = torch.empty(preact.shape, dtype=dy.dtype, device=dy.device)
     act = torch.empty(plan.rows, plan.k, dtype=dy.dtype, device=dy.device) if need_act else None
     partial = torch.empty(plan.rows, plan.tiles, dtype=torch.float32, device=dy.device) if need_dprobs else None
     preact = preact if plan.readable else readable(preact)
-    _run(plan, dy, weights, offsets, (dpreact, act, partial, preact, _contiguous(probs)))
+    _run(plan, dy, weights, offsets, counter, (dpreact, act, partial, preact, _contiguous(probs)))
     return dpreact, act, None if partial is None else _sum_of_rows(partial)
 
 
@@ -230,16 +262,18 @@ def _dact_plan(
     need_dprobs: bool,
     zero_tail: bool,
     sm_margin: int,
+    counter: TensorFacts | None,
 ) -> Plan:
     kernel = SM90_GROUPED_GEMM_DACT
-    h, width = _sizes(kernel, weights)
-    groups = _check_product(kernel, "dy", dy, h, weights, offsets)
+    h, width = weight_sizes(kernel, weights)
+    groups = check_product(kernel, "dy", dy, h, weights, offsets)
     check_shape(kernel.name, "preact", preact, (dy.shape[0], activation.halves * width), dy, (dy.dtype,))
-    _check_factor(kernel, "probs", probs, dy)
-    transposed = _are_transposed(kernel, weights)
+    check_factor(kernel, "probs", probs, dy)
+    transposed = are_transposed(kernel, weights)
     options = _options(
         kernel, "dact", dy.dtype, width, H=h, I=width, activation=activation, contracts_rows=not transposed,
         separate=weights.separate, factor=_name(probs), keeps=need_act, has_dprobs=need_dprobs, zero_tail=zero_tail,
+        dynamic=check_counter(kernel.name, counter, dy),
     )  # fmt: skip
     return _plan(kernel, options, (dy, preact), groups, h, width, width, sm_margin, transposed)
 
@@ -262,12 +296,17 @@ def _plan(
 ) -> Plan:
     """by_row: operands that the kernel reads by rows, x first. columns: of the product."""
     rows, tiles = by_row[0].shape[0], options.config.column_tiles(columns)
-    grid = grid_size(rows, groups, tiles, multiprocessors(kernel, by_row[0].device), sm_margin)
+    grid = grid_size(rows, groups, tiles, multiprocessors(kernel, by_row[0].device, sm_margin))
     return Plan(kernel, options, rows, n, k, tiles, grid, all(map(is_readable, by_row)), transposed)
 
 
 def _run(
-    plan: Plan, x: Tensor, weights: Sequence[Tensor], offsets: Tensor, epilogue: tuple[Tensor | None, ...]
+    plan: Plan,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    counter: Tensor | None,
+    epilogue: tuple[Tensor | None, ...],
 ) -> None:
     """Launch on the current stream of x's device; nothing where there are no rows."""
     if plan.rows == 0:
@@ -278,7 +317,7 @@ def _run(
         base, table = _table(plan.kernel.name, weights, x.device, stream)
     base = base.mT if plan.transposed else base
     x = x if plan.readable else readable(x)
-    launch.kernel(MODULE, plan.options, ARCH)(x, base, table, offsets, None, epilogue, plan.grid, stream)
+    launch.kernel(MODULE, plan.options, ARCH)(x, base, table, offsets, counter, epilogue, plan.grid, stream)
 
 
 def _table(name: str, weights: Sequence[Tensor], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
@@ -339,59 +378,3 @@ def _whole(bias: Tensor | None) -> Tensor | None:
 
 def _contiguous(factor: Tensor | None) -> Tensor | None:
     return None if factor is None else factor.contiguous()
-
-
-def _sizes(kernel: Kernel, weights: ListFacts) -> tuple[int, int]:
-    """(rows, columns) of one group's weight."""
-    shapes = [list(kind.shape) for kind in weights.kinds[:1]]
-    if not shapes or len(shapes[0]) != 2 + (not weights.separate):
-        raise ValueError(f"{kernel.name}: weights starts with {shapes}, needs one [G, N, K] or G tensors [N, K]")
-    rows, columns = shapes[0][-2:]
-    return rows, columns
-
-
-def _check_product(
-    kernel: Kernel, letter: str, x: TensorFacts, contracted: int, weights: ListFacts, offsets: TensorFacts
-) -> int:
-    """The number of groups, if operands fit each other and memory is as the kernel reads it."""
-    groups = check_offsets(kernel.name, offsets, x)
-    if len(x.shape) != 2:
-        raise ValueError(f"{kernel.name}: {letter} has {len(x.shape)} dimensions, needs 2: [T, {contracted}]")
-    first = weights.kinds[0]
-    check_shape(kernel.name, letter, x, (x.shape[0], contracted), first, (first.dtype,))
-    if weights.separate and weights.length != groups:
-        raise ValueError(f"{kernel.name}: weights has {weights.length} tensors, needs one [G, N, K] or {groups} [N, K]")
-    shape = tuple(first.shape) if weights.separate else (groups, *first.shape[1:])
-    for w in weights.kinds:
-        check_shape(kernel.name, "weights", w, shape, x, (x.dtype,))
-        if not w.aligned:
-            raise ValueError(f"{kernel.name}: weights need to start at a multiple of {VECTOR_BYTES} bytes")
-    return groups
-
-
-def _are_transposed(kernel: Kernel, weights: ListFacts) -> bool:
-    """Whether the weights are stored [K, N]; raises ValueError if they are neither that nor all contiguous."""
-    if all(w.is_contiguous() for w in weights.kinds):
-        return False
-    if not all(w.is_transposed() for w in weights.kinds):
-        raise ValueError(f"{kernel.name}: weights need to be contiguous, or all of them transposed views of such")
-    return True
-
-
-def _check_bias(kernel: Kernel, bias: TensorFacts | None, groups: int, columns: int, x: TensorFacts) -> None:
-    if bias is not None:
-        check_shape(kernel.name, "bias", bias, (groups, columns), x, (x.dtype,))
-
-
-def _check_factor(kernel: Kernel, letter: str, factor: TensorFacts | None, x: TensorFacts) -> None:
-    if factor is not None:
-        check_shape(kernel.name, letter, factor, (x.shape[0],), x, FACTOR_DTYPES)
-
-
-def _check_interleave(kernel: Kernel, block: int, rows: int) -> None:
-    """A gradient's weight rows are in blocks that tile both halves, and blocks and contraction tiles of 64 nest."""
-    if block < 0 or (block and (rows % (2 * block) or (64 % block and block % 64))):
-        raise ValueError(
-            f"{kernel.name}: glu_interleave is {block}, needs 0 or a divisor of I = N / 2 = {rows // 2} "
-            "that divides 64 or is a multiple of it"
-        )

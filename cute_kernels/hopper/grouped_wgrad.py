@@ -3,6 +3,7 @@
 Shapes: dy [T, N], x [T, K] bf16 or fp16, N and K multiples of 8; offsets int32 [G+1]. Rows that 16-byte loads cannot
 address (a transposed view, an expanded gradient) are copied first.
 Buffers: one contiguous [G, N, K], or G contiguous [N, K] at multiples of 16 bytes, all bf16, fp16 or fp32.
+sm_margin, counter: as `grouped_gemm`.
 Errors: ValueError, before anything is launched, that names the argument and the limit.
 """
 
@@ -24,9 +25,11 @@ from cute_kernels.hopper.operands import (
     VECTOR_BYTES,
     ListFacts,
     TensorFacts,
+    check_counter,
     check_offsets,
     check_shape,
     facts,
+    facts_or_none,
     is_readable,
     list_facts,
     multiprocessors,
@@ -66,10 +69,17 @@ class Plan:
     readable: bool
 
 
-def grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor, glu_interleave: int = 0, sm_margin: int = 0) -> Tensor:
-    """`reference.grouped_wgrad`: [G, N, K] in x's dtype. sm_margin: SMs to leave free."""
+def grouped_wgrad(
+    dy: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    glu_interleave: int = 0,
+    sm_margin: int = 0,
+    counter: Tensor | None = None,
+) -> Tensor:
+    """`reference.grouped_wgrad`: [G, N, K] in x's dtype."""
     dw = torch.empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
-    grouped_wgrad_([dw], dy, x, offsets, glu_interleave, sm_margin=sm_margin)
+    grouped_wgrad_([dw], dy, x, offsets, glu_interleave, sm_margin=sm_margin, counter=counter)
     return dw
 
 
@@ -81,9 +91,13 @@ def grouped_wgrad_(
     glu_interleave: int = 0,
     accumulate: bool = False,
     sm_margin: int = 0,
+    counter: Tensor | None = None,
 ) -> None:
-    """`reference.grouped_wgrad_`: write into `out`, or add to it. sm_margin: SMs to leave free."""
-    plan = _plan(list_facts(out), facts(dy), facts(x), facts(offsets), glu_interleave, accumulate, sm_margin)
+    """`reference.grouped_wgrad_`: write into `out`, or add to it."""
+    plan = _plan(
+        list_facts(out), facts(dy), facts(x), facts(offsets),
+        glu_interleave, accumulate, sm_margin, facts_or_none(counter),
+    )  # fmt: skip
     if dy.shape[0] == 0:
         if not accumulate:
             torch._foreach_zero_(list(out))
@@ -93,7 +107,7 @@ def grouped_wgrad_(
     if not plan.readable:
         dy, x = readable(dy), readable(x)
     kernel = launch.kernel(MODULE, plan.options, ARCH)
-    kernel(dy, x, offsets, target, None, max(glu_interleave, 1), plan.strip, plan.grid, stream)
+    kernel(dy, x, offsets, target, counter, max(glu_interleave, 1), plan.strip, plan.grid, stream)
 
 
 @functools.lru_cache(KEPT)
@@ -105,16 +119,16 @@ def _plan(
     glu_interleave: int,
     accumulate: bool,
     sm_margin: int,
+    counter: TensorFacts | None,
 ) -> Plan:
     groups = check_offsets(NAME, offsets, x)
     check_shape(NAME, "x", x, (dy.shape[0], x.shape[-1]), dy, (dy.dtype,))
     rows, columns = dy.shape[1], x.shape[1]
     _check_out(out, groups, rows, columns, x)
-    options = _options(x.dtype, out.kinds[0].dtype, rows, columns, glu_interleave, accumulate, out.separate)
-    sms = multiprocessors(SM90_GROUPED_WGRAD, x.device)
-    if sm_margin < 0:
-        raise ValueError(f"{NAME}: sm_margin is {sm_margin}, needs at least 0")
-    grid = options.config.grid(groups, rows, columns, sms - sm_margin)
+    dynamic = check_counter(NAME, counter, x)
+    options = _options(x.dtype, out.kinds[0].dtype, rows, columns, glu_interleave, accumulate, out.separate, dynamic)
+    sms = multiprocessors(SM90_GROUPED_WGRAD, x.device, sm_margin, options.config.cluster)
+    grid = options.config.grid(groups, rows, columns, sms)
     return Plan(options, options.config.strip(), grid, is_readable(dy) and is_readable(x))
 
 
@@ -126,14 +140,21 @@ def _lowest_and_table(out: Sequence[Tensor], device: torch.device, stream: int) 
 
 @functools.lru_cache(maxsize=4096)
 def _options(
-    element: torch.dtype, out: torch.dtype, rows: int, columns: int, block: int, accumulate: bool, separate: bool
+    element: torch.dtype,
+    out: torch.dtype,
+    rows: int,
+    columns: int,
+    block: int,
+    accumulate: bool,
+    separate: bool,
+    dynamic: bool,
 ) -> WgradOptions:
     """Checks what does not depend on the call's memory, once for each shape."""
     SM90_GROUPED_WGRAD.require(dtype=dtype_name(element), K=columns, N=rows)
     if block < 0 or (block and rows % (2 * block)):
         raise ValueError(f"{NAME}: glu_interleave is {block}, needs 0 or a divisor of I = N / 2 (N is {rows})")
     config = choose(rows, out.itemsize, accumulate, block).config
-    return WgradOptions(dtype_name(element), dtype_name(out), config, accumulate, block > 0, separate)
+    return WgradOptions(dtype_name(element), dtype_name(out), config, accumulate, block > 0, separate, dynamic)
 
 
 def _check_out(out: ListFacts, groups: int, rows: int, columns: int, x: TensorFacts) -> None:

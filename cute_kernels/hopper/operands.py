@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.catalog import Kernel
+from cute_kernels.hopper.configs import sms_left
 from cute_kernels.limits import raise_refusal
 from cute_kernels.target import Target
 
@@ -114,12 +115,22 @@ def _told(t: Tensor | TensorFacts) -> str:
     return f"{dtype} {list(t.shape)} on {t.device}" + ("" if t.is_contiguous() else ", not contiguous")
 
 
-def multiprocessors(kernel: Kernel, device: torch.device) -> int:
-    """SMs of the device. Raises ValueError if the kernel cannot run there, with what is missing."""
+def check_counter(name: str, counter: TensorFacts | None, like: TensorFacts) -> bool:
+    """Whether there is a counter. Raises ValueError unless it is int32 [1] on the device of `like`."""
+    if counter is not None:
+        check_shape(name, "counter", counter, (1,), like, (torch.int32,))
+    return counter is not None
+
+
+def multiprocessors(kernel: Kernel, device: torch.device, sm_margin: int = 0, cluster: int = 1) -> int:
+    """SMs of the device that the margin leaves, in whole clusters.
+
+    Raises ValueError if there are none, or if the kernel cannot run there, with what is missing.
+    """
     known = _multiprocessors.get((kernel.name, device))
     if known is None:
         found = Target.of(device)
         for refusal in kernel.unmet_on(found):
             raise_refusal(refusal)
         known = _multiprocessors[kernel.name, device] = found.sms
-    return known
+    return sms_left(known, sm_margin, cluster)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cute_kernels.hopper.configs import SMEM_BYTES, Config, choose, deepest, grid_size
+from cute_kernels.hopper.configs import SMEM_BYTES, Config, choose, deepest, grid_size, sms_left
 
 TURNS = Config(tile_n=192, stages=5, pieces=3, piece_cols=32, pingpong=True, strip=8)
 CHOICES = [
@@ -75,20 +75,27 @@ def test_column_tiles_cover_all_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "groups", "column_tiles", "margin", "grid"),
+    ("rows", "groups", "column_tiles", "sms", "grid"),
     [
-        (32768, 8, 16, 0, 132),
-        (32768, 8, 16, 32, 100),
-        (32768, 8, 16, 1000, 1),
-        (128, 1, 1, 0, 2),  # one tile is needed, two is the bound for any split
-        (1, 1024, 1, 0, 1),
-        (0, 4, 3, 0, 1),
+        (32768, 8, 16, 132, 132),
+        (32768, 8, 16, 100, 100),
+        (128, 1, 1, 132, 2),  # one tile is needed, two is the bound for any split
+        (1, 1024, 1, 132, 1),
+        (0, 4, 3, 132, 1),
     ],
 )
-def test_grid(rows: int, groups: int, column_tiles: int, margin: int, grid: int) -> None:
-    assert grid_size(rows, groups, column_tiles, 132, margin) == grid
+def test_grid(rows: int, groups: int, column_tiles: int, sms: int, grid: int) -> None:
+    assert grid_size(rows, groups, column_tiles, sms) == grid
 
 
-def test_negative_margin_is_refused() -> None:
-    with pytest.raises(ValueError, match="sm_margin"):
-        grid_size(1, 1, 1, 132, -1)
+@pytest.mark.parametrize(
+    ("margin", "cluster", "left"), [(0, 1, 132), (32, 1, 100), (131, 1, 1), (0, 2, 132), (31, 2, 100), (130, 2, 2)]
+)
+def test_a_margin_leaves_whole_clusters(margin: int, cluster: int, left: int) -> None:
+    assert sms_left(132, margin, cluster) == left
+
+
+@pytest.mark.parametrize(("margin", "cluster"), [(-1, 1), (132, 1), (1000, 1), (131, 2)])
+def test_a_margin_that_leaves_nothing_is_refused(margin: int, cluster: int) -> None:
+    with pytest.raises(ValueError, match=f"sm_margin is {margin}, needs 0 to"):
+        sms_left(132, margin, cluster)

@@ -7,6 +7,7 @@ import torch
 
 from cute_kernels.activation import Activation
 from cute_kernels.hopper import grouped_gemm as host
+from cute_kernels.hopper.configs import sms_left
 
 BF16 = torch.bfloat16
 SWIGLU = Activation("swiglu")
@@ -22,7 +23,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     def kernel(module: str, options: object, arch: str):
         return lambda *arguments: found.append((options, arguments))
 
-    monkeypatch.setattr(host, "multiprocessors", lambda kernel, device: 132)
+    monkeypatch.setattr(host, "multiprocessors", lambda kernel, device, sm_margin: sms_left(132, sm_margin))
     monkeypatch.setattr(host.launch, "kernel", kernel)
     monkeypatch.setattr(host.launch, "current_stream", lambda device: 7)
     monkeypatch.setattr(host, "device_table", lambda values, device, stream, arch: torch.tensor(values))
@@ -134,7 +135,9 @@ def test_rows_that_tma_cannot_address_are_copied(launched: list) -> None:
         (lambda: host.grouped_gemm(rows(K), stacked(), OFFSETS.long()), "offsets"),
         (lambda: host.grouped_gemm(rows(K), stacked(), OFFSETS, torch.zeros(G, 8, dtype=BF16)), "bias"),
         (lambda: host.grouped_gemm(rows(K), [stacked()[0].transpose(1, 2)], OFFSETS), "x is bfloat16"),
-        (lambda: host.grouped_gemm(rows(K), stacked(), OFFSETS, sm_margin=-1), "sm_margin"),
+        (lambda: host.grouped_gemm(rows(K), stacked(), OFFSETS, sm_margin=-1), "sm_margin is -1"),
+        (lambda: host.grouped_gemm(rows(K), stacked(), OFFSETS, sm_margin=132), "sm_margin is 132, needs 0 to 131"),
+        (lambda: host.grouped_gemm(rows(K), stacked(), OFFSETS, counter=OFFSETS), r"counter is int32 \[4\]"),
         (lambda: host.grouped_gemm_dgrad(rows(N), stacked(), OFFSETS, 3), "glu_interleave is 3"),
         (lambda: host.grouped_gemm_act(rows(K), stacked(), OFFSETS, SWIGLU, glu_interleave=128), "glu_interleave"),
         (lambda: host.grouped_gemm_act(rows(K), stacked(), OFFSETS, SWIGLU, probs=torch.zeros(3)), "probs"),

