@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cute_kernels.activation import Activation
+from cute_kernels.activation_reference import activation_backward, activation_forward, widened
 from cute_kernels.catalog import DEVICE_OFFSETS
 from cute_kernels.limits import dtype_name
 
@@ -54,11 +55,6 @@ def each_group(weights: Sequence[Tensor]) -> Sequence[Tensor]:
 def as_stacked(weights: Sequence[Tensor]) -> Tensor:
     """One [G, N, K] tensor; copies only if the groups are separate tensors."""
     return weights[0] if len(weights) == 1 and weights[0].dim() == 3 else torch.stack(list(weights))
-
-
-def _wide(t: Tensor) -> Tensor:
-    """FP32, or FP64 for FP64."""
-    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def group_offsets(split_sizes: Tensor, rows: int) -> Tensor:
@@ -103,13 +99,13 @@ def uses_device_offsets(x: Tensor, width: int, groups: int) -> bool:
 
 def _loop_product(x: Tensor, matrices: Sequence[Tensor], offsets: Tensor) -> Tensor:
     """FP32 [T, N]: x_g @ matrices[g] for the rows of each group, zero in the tail. Reads the offsets on the host."""
-    y = _wide(x.new_empty(0)).new_zeros(x.shape[0], matrices[0].shape[1])
+    y = widened(x.new_empty(0)).new_zeros(x.shape[0], matrices[0].shape[1])
     if x.shape[0] == 0:
         return y
     bounds = offsets.tolist()
     for g, matrix in enumerate(matrices):
         rows = slice(bounds[g], bounds[g + 1])
-        y[rows] = _wide(x[rows]) @ _wide(matrix)
+        y[rows] = widened(x[rows]) @ widened(matrix)
     return y
 
 
@@ -151,7 +147,7 @@ def grouped_gemm(
         bounds = offsets.tolist()
         for g in range(len(bounds) - 1):
             part = slice(bounds[g], bounds[g + 1])
-            y[part] += _wide(bias[g]) if bias_scale is None else _wide(bias_scale[part, None]) * _wide(bias[g])
+            y[part] += widened(bias[g]) if bias_scale is None else widened(bias_scale[part, None]) * widened(bias[g])
     return y.to(x.dtype)
 
 
@@ -176,7 +172,7 @@ def grouped_wgrad(dy: Tensor, x: Tensor, offsets: Tensor, glu_interleave: int = 
         dw = x.new_empty(len(bounds) - 1, dy.shape[1], x.shape[1])
         for g in range(len(bounds) - 1):
             part = slice(bounds[g], bounds[g + 1])
-            dw[g] = _wide(dy[part]).t() @ _wide(x[part])
+            dw[g] = widened(dy[part]).t() @ widened(x[part])
     return interleave(dw, glu_interleave, 1)
 
 
@@ -186,7 +182,7 @@ def grouped_wgrad_(
     """Write `grouped_wgrad` into `out` (one [G, N, K] or G [N, K] tensors of any float dtype), or add to it."""
     on_device = uses_device_offsets(x, dy.shape[1], offsets.shape[0] - 1)
     wide = out[0].dtype == torch.float32 and not on_device
-    dw = grouped_wgrad(_wide(dy) if wide else dy, _wide(x) if wide else x, offsets, glu_interleave)
+    dw = grouped_wgrad(widened(dy) if wide else dy, widened(x) if wide else x, offsets, glu_interleave)
     for target, grad in zip(each_group(out), dw.unbind(0), strict=True):
         if accumulate:
             target.add_(grad.to(target.dtype))
@@ -212,14 +208,14 @@ def grouped_dbias(dy: Tensor, offsets: Tensor, scale: Tensor | None = None, glu_
     """
     rows = dy.shape[0]
     if not dy.is_cuda:
-        values = _wide(dy) if scale is None else _wide(dy) * _wide(scale)[:, None]
+        values = widened(dy) if scale is None else widened(dy) * widened(scale)[:, None]
         bounds = offsets.tolist()
         sums = [values[bounds[g] : bounds[g + 1]].sum(0) for g in range(len(bounds) - 1)]
         return interleave(torch.stack(sums), glu_interleave, 1)
     member = _row_groups(rows, offsets)[None, :] == torch.arange(offsets.shape[0] - 1, device=dy.device)[:, None]
-    values = tokens_only(_wide(dy), offsets)
+    values = tokens_only(widened(dy), offsets)
     if scale is not None:
-        values = values * tokens_only(_wide(scale), offsets)[:, None]
+        values = values * tokens_only(widened(scale), offsets)[:, None]
     return interleave(member.to(values.dtype) @ values, glu_interleave, 1)
 
 
@@ -227,110 +223,12 @@ def grouped_dscale(dy: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """ds_row = Σ_n dy[row, n]·b_g[n]; [T] FP32 (FP64 for FP64), zero in the tail. No host sync."""
     rows = dy.shape[0]
     groups = _row_groups(rows, offsets).clamp(max=bias.shape[0] - 1)
-    products = (_wide(dy) * _wide(bias)[groups]).sum(1)
+    products = (widened(dy) * widened(bias)[groups]).sum(1)
     return tokens_only(products, offsets)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Activations
-
-AT_ONCE = 1 << 22
-"""Elements of a pre-activation that are held in FP32 at a time: what the unfused path needs beside its results."""
-
-_GELU_C = 0.7978845608028654  # sqrt(2/pi)
-
-
-def _gelu(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(gelu_tanh(x), its derivative)."""
-    t = torch.tanh(_GELU_C * x * (1 + 0.044715 * x * x))
-    derivative = 0.5 * x * (1 - t * t) * _GELU_C * (1 + 3 * 0.044715 * x * x) + 0.5 * (1 + t)
-    return F.gelu(x, approximate="tanh"), derivative
-
-
-def _silu(x: Tensor, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(x·σ(αx), its derivative)."""
-    s = torch.sigmoid(alpha * x)
-    return x * s, s + alpha * x * s * (1 - s)
-
-
-def _relu(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.relu(), (x > 0).to(x.dtype)
-
-
-def _srelu(x: Tensor) -> tuple[Tensor, Tensor]:
-    r = x.relu()
-    return r * r, 2 * r
-
-
-_CURVES = {"swiglu": _silu, "geglu": _gelu, "silu": _silu, "gelu": _gelu, "relu": _relu, "srelu": _srelu}
-
-
-def _activation(preact: Tensor, activation: Activation) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(f, ∂f/∂gate or ∂f/∂x, ∂f/∂linear or None), all FP32 [T, I]; preact is `[gate | linear]`."""
-    z = _wide(preact)
-    if not activation.is_glu:
-        value, slope = _CURVES[activation.kind](z)
-        return value, slope, None
-    gate, linear = z.chunk(2, -1)
-    if activation.kind != "clamped_swiglu":
-        value, slope = _CURVES[activation.kind](gate)
-        return value * linear, slope * linear, value
-    limit = float("inf") if activation.limit is None else activation.limit
-    value, slope = _silu(gate.clamp(max=limit), activation.alpha)
-    shifted = linear.clamp(-limit, limit) + activation.offset
-    inside = (linear >= -limit) & (linear <= limit)
-    return value * shifted, slope * shifted * (gate <= limit), value * inside
-
-
-def _row_factor(probs: Tensor | None, preact: Tensor) -> Tensor | float:
-    """probs as a FP32 column, rounded to the compute dtype first; 1 if absent."""
-    return 1.0 if probs is None else _wide(probs.to(preact.dtype)).unsqueeze(-1)
-
-
-def _parts(preact: Tensor) -> list[slice]:
-    """Slices of the rows, of at most AT_ONCE elements if a row has no more."""
-    rows, step = preact.shape[:-1].numel(), max(1, AT_ONCE // max(1, preact.shape[-1]))
-    return [slice(first, first + step) for first in range(0, rows, step)]
-
-
-def _part(t: Tensor | None, rows: slice) -> Tensor | None:
-    return None if t is None else t[rows]
-
-
-def activation_forward(preact: Tensor, activation: Activation, probs: Tensor | None = None) -> Tensor:
-    """round(f(preact)·p); [..., I] in preact's dtype. preact: [..., 2I] as `[gate | linear]`, or [..., I]."""
-    parts = _parts(preact)
-    if len(parts) < 2:
-        return (_activation(preact, activation)[0] * _row_factor(probs, preact)).to(preact.dtype)
-    act = preact.new_empty(*preact.shape[:-1], preact.shape[-1] // activation.halves)
-    flat, rows, factors = preact.flatten(0, -2), act.view(-1, act.shape[-1]), None if probs is None else probs.flatten()
-    for part in parts:
-        rows[part] = activation_forward(flat[part], activation, _part(factors, part))
-    return act
-
-
-def activation_backward(
-    dact: Tensor, preact: Tensor, activation: Activation, probs: Tensor | None = None, need_dprobs: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """(dpreact in preact's dtype, dprobs FP32 or None): (dact·p)·∂f, and Σ_columns dact·f of the unscaled f."""
-    parts = _parts(preact)
-    if len(parts) > 1:
-        dpreact = preact.new_empty(preact.shape)
-        dprobs = _wide(preact.new_empty(0)).new_empty(preact.shape[:-1]) if need_dprobs else None
-        columns = preact.shape[-1]
-        flat, grads, factors = preact.flatten(0, -2), dact.flatten(0, -2), None if probs is None else probs.flatten()
-        for part in parts:
-            some, sums = activation_backward(grads[part], flat[part], activation, _part(factors, part), need_dprobs)
-            dpreact.view(-1, columns)[part] = some
-            if dprobs is not None and sums is not None:
-                dprobs.view(-1)[part] = sums
-        return dpreact, dprobs
-    value, slope, linear_slope = _activation(preact, activation)
-    grad = _wide(dact)
-    scaled = grad * _row_factor(probs, preact)
-    slopes = [slope] if linear_slope is None else [slope, linear_slope]
-    dprobs = (grad * value).sum(-1) if need_dprobs else None
-    return torch.cat([scaled * s for s in slopes], -1).to(preact.dtype), dprobs
+# Products with an activation
 
 
 def dact(
@@ -344,10 +242,6 @@ def dact(
     """`activation_backward` with tail rows exactly zero, whatever they held."""
     dpreact, dprobs = activation_backward(dact, preact, activation, probs, need_dprobs)
     return _tokens_only_(dpreact, offsets), None if dprobs is None else _tokens_only_(dprobs, offsets)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Products with an activation
 
 
 def grouped_gemm_act(

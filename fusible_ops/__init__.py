@@ -21,10 +21,19 @@ from fusible_ops.activations import (
     SReLU,
     SwiGLU,
 )
+from fusible_ops.autocast_mode import (
+    autocast,
+    get_default_recipe,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    quantized_model_init,
+)
 from fusible_ops.basic import ConstantScale, Identity, Quantize
 from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.linear import BasicLinear, Bias, Linear
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from fusible_ops.quantized_tensor import QuantizedTensor
+from fusible_ops.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
 from fusible_ops.sequential import Sequential
 
 __version__ = "0.1.0"
@@ -37,6 +46,10 @@ __all__ = [
     "Bias",
     "ClampedSwiGLU",
     "ConstantScale",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
     "FusedOperation",
     "FusibleOperation",
     "GeGLU",
@@ -45,7 +58,9 @@ __all__ = [
     "Linear",
     "OperationContext",
     "Quantize",
+    "QuantizedTensor",
     "ReLU",
+    "Recipe",
     "SReLU",
     "ScaledClampedQGeGLU",
     "ScaledGeGLU",
@@ -54,4 +69,9 @@ __all__ = [
     "Sequential",
     "SiLU",
     "SwiGLU",
+    "autocast",
+    "get_default_recipe",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "quantized_model_init",
 ]

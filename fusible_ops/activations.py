@@ -18,12 +18,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cute_kernels import reference
 from cute_kernels.activation import Activation
+from cute_kernels.quantization.formats import fp8_tensor
+from cute_kernels.quantization.quantize import Quantized, dequantize, quantize
 from fusible_ops import checks
 from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
+from fusible_ops.quantized_tensor import QuantizedTensor
+from fusible_ops.quantizer import unrounded
 from patterns.chain import OpSpec
 
 
@@ -39,6 +44,7 @@ class ActivationOperation(BasicOperation):
     """The common part: `activation` says which function, `glu_interleave` how the input's columns lie (0: `[a | b]`).
 
     Input [..., I] (unary) or [..., 2I] (gated), output [..., I]; the input's gradient lies as the input does.
+    cache_quantized_input: keep the input for backward in E4M3, with one scale from its largest magnitude.
     Errors: ValueError for an odd gated width or an interleave that does not divide I; TypeError for a dtype that is
     not a float.
     """
@@ -101,18 +107,57 @@ class ActivationOperation(BasicOperation):
         self.check_width(x.shape[-1], ctx.owner)
         return reference.deinterleave(x.to(ctx.compute_dtype(x.dtype)), self.glu_interleave, -1)
 
-    def op_forward(self, ctx: OperationContext, input_: Tensor, **_: Any) -> Tensor:
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+        **_: Any,
+    ) -> Tensor:
         preact = self.plain_input(ctx, input_)
         if ctx.requires_grad:
-            ctx.save_for_backward(preact)
-        return reference.activation_forward(preact, self.activation)
+            ctx.grad_is_quantized = prev_op_grad_output_quantizer is not None
+            ctx.save_for_backward(*self.kept(ctx, preact))
+        return self.act(preact, None, next_op_input_quantizer is not None)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
-        (preact,) = ctx.saved_tensors
         if not ctx.input_requires_grad:
             return None, []
-        dpreact, _ = reference.activation_backward(grad_output, preact, self.activation)
-        return reference.interleave(dpreact, self.glu_interleave, -1), []
+        return self.dpreact(ctx, grad_output, self.restored(ctx, ctx.saved_tensors))[0], []
+
+    def kept(self, ctx: OperationContext, preact: Tensor) -> Sequence[Tensor]:
+        """What backward needs of the input."""
+        if not self.cache_quantized_input:
+            return [preact]
+        ctx.preact_dtype = preact.dtype
+        data, scale, _ = quantize(preact.reshape(-1, preact.shape[-1]), fp8_tensor())
+        return [data.view(preact.shape), scale]
+
+    def restored(self, ctx: OperationContext, kept: Sequence[Tensor]) -> Tensor:
+        """The input, from what `kept` gave."""
+        if not self.cache_quantized_input:
+            return kept[0]
+        data, scale = kept
+        rows = data.view(-1, data.shape[-1])
+        return dequantize(Quantized(rows, scale), fp8_tensor(), dtype=ctx.preact_dtype).view(data.shape)
+
+    def act(self, preact: Tensor, rows: Tensor | None, is_quantized: bool) -> Tensor:
+        """f(preact)·rows, rounded to preact's dtype; not rounded if the next op quantises it."""
+        if not is_quantized:
+            return reference.activation_forward(preact, self.activation, rows)
+        return unrounded(reference.activation_forward(preact, self.activation, rows, torch.float32), preact.dtype)
+
+    def dpreact(
+        self, ctx: OperationContext, grad: Tensor, preact: Tensor, rows: Tensor | None = None, need_drows: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """(gradient of the input, of `rows`); the first is not rounded if the op before quantises it."""
+        plain = grad.dequantize(torch.float32) if isinstance(grad, QuantizedTensor) else grad
+        dtype = torch.float32 if ctx.grad_is_quantized else preact.dtype
+        dx, drows = reference.activation_backward(plain, preact, self.activation, rows, need_drows, dtype)
+        dx = reference.interleave(dx, self.glu_interleave, -1)
+        return unrounded(dx, preact.dtype) if ctx.grad_is_quantized else dx, drows
 
 
 class ScaledActivation(ActivationOperation):
@@ -136,6 +181,8 @@ class ScaledActivation(ActivationOperation):
         input_: Tensor,
         *,
         basic_op_extra_inputs: Sequence[Sequence[Tensor]],
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
         **_: Any,
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, scales = basic_op_ctxs[0], basic_op_extra_inputs[0][0]
@@ -146,24 +193,22 @@ class ScaledActivation(ActivationOperation):
             offsets = reference.group_offsets(ctx.split_sizes, rows.numel())
             rows = reference.tokens_only(rows.reshape(-1), offsets).view(rows.shape)
         if ctx.requires_grad:
+            ctx.grad_is_quantized = prev_op_grad_output_quantizer is not None
             ctx.scales_require_grad, ctx.scales_shape = scales.requires_grad, scales.shape
-            ctx.save_for_backward(preact, rows, offsets)
-        return reference.activation_forward(preact, self.activation, rows), [()]
+            ctx.save_for_backward(rows, offsets, *self.kept(ctx, preact))
+        return self.act(preact, rows, next_op_input_quantizer is not None), [()]
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
-        preact, rows, offsets = ctx.saved_tensors
-        dpreact, dscales = reference.activation_backward(
-            grad_output, preact, self.activation, rows, need_dprobs=ctx.scales_require_grad
-        )
-        dx = reference.interleave(dpreact, self.glu_interleave, -1) if ctx.input_requires_grad else None
+        rows, offsets, *kept = ctx.saved_tensors
+        dx, dscales = self.dpreact(ctx, grad_output, self.restored(ctx, kept), rows, ctx.scales_require_grad)
         if dscales is not None:
             if offsets is not None:
                 dscales = reference.tokens_only(dscales.reshape(-1), offsets)
             dscales = dscales.view(ctx.scales_shape)
-        return dx, [[]], [[dscales]]
+        return dx if ctx.input_requires_grad else None, [[]], [[dscales]]
 
 
 class GELU(ActivationOperation):

@@ -7,15 +7,24 @@ from typing import Any
 
 from torch import Tensor
 
+from cute_kernels.quantization.formats import Format
 from fusible_ops import checks
+from fusible_ops.groups import Groups
 from fusible_ops.op import BasicOperation, OperationContext
+from fusible_ops.quantized_tensor import QuantizedTensor
+from fusible_ops.quantizer import nominal_dtype
+from fusible_ops.recipe import Recipe
 from patterns.chain import OpSpec
 
 
 class Quantize(BasicOperation):
-    """The identity while no quantisation recipe is active.
+    """x quantised, as a `QuantizedTensor`, under a recipe; the identity where none is active.
 
-    forward, backward: whether the tensor, and its gradient, are to be quantised under a recipe.
+    forward, backward: whether the tensor, and its gradient, are quantised: as the recipe has inputs, and gradients of
+    outputs. A tensor that is quantised already stays as it is. Rows of the groups around the op are quantised group by
+    group, others as one group; with the column-wise copy if gradients are recorded. Under a recipe with a
+    backward_override gradients stay as they are.
+    Errors: TypeError for an input that is no float, or FP64; ValueError for one without dimensions.
     Source: the interface is that of transformer_engine.pytorch.ops.Quantize (2.20).
     """
 
@@ -32,11 +41,42 @@ class Quantize(BasicOperation):
     def output_width(self, incoming: int | None) -> int | None:
         return incoming
 
+    def num_quantizers(self, mode: str) -> int:
+        return int(self.quantize_forward if mode == "forward" else self.quantize_backward)
+
+    def input_format(self, recipe: Recipe) -> Format | None:
+        return recipe.operand_format("input") if self.quantize_forward else None
+
+    def grad_output_format(self, recipe: Recipe) -> Format | None:
+        wanted = self.quantize_backward and recipe.backward_override is None
+        return recipe.operand_format("grad_output") if wanted else None
+
     def op_forward(self, ctx: OperationContext, input_: Tensor, **_: Any) -> Tensor:
-        return input_
+        if ctx.recipe is None:
+            return input_
+        checks.float_input(ctx.owner, input_)
+        checks.quantizable(ctx.owner, input_.dtype)
+        if input_.dim() == 0:
+            raise ValueError(f"{ctx.owner}: the input must have at least one dimension")
+        groups = Groups.of(ctx.split_sizes, input_.shape[:-1].numel(), input_.device)
+        ctx.grad_quantizer = None
+        if ctx.requires_grad and self.grad_output_format(ctx.recipe) is not None:
+            ctx.grad_quantizer = self.quantizer(ctx.recipe, "grad_output", input_.device)
+            ctx.splits, ctx.version = groups.splits, groups.version
+            ctx.save_for_backward(groups.offsets)
+        if not self.quantize_forward or isinstance(input_, QuantizedTensor):
+            return input_
+        quantizer = self.quantizer(ctx.recipe, "input", input_.device)
+        return quantizer.rows(input_, groups, columnwise=ctx.requires_grad, dtype=nominal_dtype(input_))
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
-        return grad_output, []
+        if ctx.recipe is None or ctx.grad_quantizer is None or isinstance(grad_output, QuantizedTensor):
+            return grad_output, []
+        (offsets,) = ctx.saved_tensors
+        groups = Groups(offsets, ctx.splits, ctx.version)
+        grad = ctx.grad_quantizer.rows(grad_output, groups, dtype=nominal_dtype(grad_output))
+        ctx.grad_quantizer.update()
+        return grad, []
 
 
 class ConstantScale(BasicOperation):

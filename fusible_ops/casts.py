@@ -1,11 +1,11 @@
-"""Weights in another dtype, as `torch.autocast` asks for them: cast once per update, not once per forward.
+"""Weights in another dtype, as `torch.autocast` asks for them, or quantised: once per update, not once per forward.
 
-A cast is kept and used again while nothing says that its parameters changed. What says so: a version counter (changes
-in place, `load_state_dict`), another storage or place in it (`p.data = ...`), a step of any torch optimizer in this
-process (some write through `p.data`, or from kernels of their own, which no version counter sees), and a change between
-recording gradients and not (weights may be swapped for an evaluation). Not seen is what a program itself writes through
-`p.data` between two forwards of the same kind: write to `p` under `torch.no_grad()` instead, or switch keeping off with
-`torch.autocast(..., cache_enabled=False)`.
+A cast (or a quantised copy) is kept and used again while nothing says that its parameters changed. What says so: a
+version counter (changes in place, `load_state_dict`), another storage or place in it (`p.data = ...`), a step of any
+torch optimizer in this process (some write through `p.data`, or from kernels of their own, which no version counter
+sees), and a change between recording gradients and not (weights may be swapped for an evaluation). Not seen is what a
+program itself writes through `p.data` between two forwards of the same kind: write to `p` under `torch.no_grad()`
+instead, or switch keeping off with `torch.autocast(..., cache_enabled=False)`.
 
 A CUDA graph holds a cast of its own, since each replay may follow an update that the host does not see. Parameters that
 a graph has read, and all once a graph holds an optimizer step, are cast at every forward from then on.
@@ -15,7 +15,7 @@ What is kept costs the memory of the cast. It goes with the parameters, and at t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,10 +63,11 @@ _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # first parameter -> _Kept, 
 _optimizers = _Optimizers()
 
 
-def cast(
-    parameters: Sequence[Tensor], dtype: torch.dtype, records: bool, make: Callable[[], list[Tensor]]
-) -> list[Tensor]:
-    """`make()`, which casts the parameters to `dtype`, or what it gave before. records: gradients are recorded."""
+def cast(parameters: Sequence[Tensor], form: Hashable, records: bool, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """`make()`, which gives the parameters in another form, or what it gave before.
+
+    form: what tells it from others: a dtype, or a quantised format and its copies. records: gradients are recorded.
+    """
     first = parameters[0]
     if first.is_cuda and torch.cuda.is_current_stream_capturing():
         _kept[first] = None
@@ -75,7 +76,7 @@ def cast(
     if known is None or _optimizers.is_captured or not _may_keep(parameters):
         return make()
     stream = launch.current_stream(first.device) if first.is_cuda else 0
-    now = (dtype, stream, records, torch.is_inference_mode_enabled(), _optimizers.steps, *map(_place, parameters))
+    now = (form, stream, records, torch.is_inference_mode_enabled(), _optimizers.steps, *map(_place, parameters))
     if known.state == now:
         return known.tensors
     _optimizers.watch()

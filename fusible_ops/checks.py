@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cute_kernels.quantization.quantize import SOURCES
+
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -37,6 +39,12 @@ def float_input(owner: str, x: Tensor) -> None:
         raise TypeError(f"{owner}: the input must be a tensor, got {type(x).__name__}")
     if x.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{owner}: the input must be float32, float16, bfloat16 or float64, got {x.dtype}")
+
+
+def quantizable(owner: str, dtype: torch.dtype) -> None:
+    """TypeError for a dtype that no recipe can quantise."""
+    if dtype not in SOURCES:
+        raise TypeError(f"{owner}: a recipe quantises bfloat16, float16 and float32, not {dtype}; leave its autocast")
 
 
 def last_dimension(owner: str, x: Tensor, width: int) -> None:

@@ -14,7 +14,8 @@ Source: Transformer Engine 2.20, `common/recipe/delayed_scaling.cu` (Apache-2.0)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import io
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,22 +32,26 @@ class DelayedScales:
     """The scales of an op's tensors in one direction, and what they come from. Updated in place, without a host sync.
 
     scale: FP32 [tensors], what a tensor is multiplied by. amax_history: FP32 [length, tensors]; row 0 is this step's.
-    recipe, element: as of the last use; an update needs them.
+    recipe, element, group: as of the last use; an update needs them.
     """
 
     def __init__(self, scale: Tensor, amax_history: Tensor) -> None:
         self.scale, self.amax_history = scale, amax_history
         self.recipe: DelayedScaling | None = None
         self.element: Element | None = None
+        self.group: Any = None
 
     @staticmethod
     def fresh(tensors: int, length: int, device: torch.device) -> DelayedScales:
         """Scales of 1 and no history."""
         return DelayedScales(torch.ones(tensors, device=device), torch.zeros(length, tensors, device=device))
 
-    def use(self, recipe: DelayedScaling, element: Element, device: torch.device) -> None:
-        """Make ready for a step: on `device`, with a history as long as the recipe has it, the recent part kept."""
-        self.recipe, self.element = recipe, element
+    def use(self, recipe: DelayedScaling, element: Element, device: torch.device, group: Any = None) -> None:
+        """Make ready for a step: on `device`, with a history as long as the recipe has it, the recent part kept.
+
+        group: the ranks that share their largest magnitudes, None for all, if there are several.
+        """
+        self.recipe, self.element, self.group = recipe, element, group
         if self.scale.device != device:
             self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
         length, tensors = self.amax_history.shape
@@ -81,20 +86,63 @@ class DelayedScales:
         history.copy_(history.roll(-1, 0))
         history[0] = 0
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint needs, on the CPU."""
-        return {"scale": self.scale.cpu(), "amax_history": self.amax_history.cpu()}
+
+_SUFFIXES = {"forward": "fwd", "backward": "bwd"}
 
 
-def update_all(scales: Iterable[DelayedScales], group: Any = None) -> None:
-    """Update each; where several ranks run, first take the largest magnitude of all ranks of `group` (None: all)."""
-    scales = list(scales)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+def saved_scales(scales: Mapping[str, DelayedScales]) -> Tensor:
+    """The scales of both directions as bytes, uint8 on the CPU, for a checkpoint; empty if there are none."""
+    if not scales:
+        return torch.empty(0, dtype=torch.uint8)
+    state = {
+        mode: {f"scale_{_SUFFIXES[mode]}": s.scale.cpu(), f"amax_history_{_SUFFIXES[mode]}": s.amax_history.cpu()}
+        for mode, s in scales.items()
+    }
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def loaded_scales(state: Tensor, counts: Mapping[str, int], owner: str) -> dict[str, DelayedScales]:
+    """What `saved_scales` wrote. counts: how many tensors each direction has.
+
+    RuntimeError for anything else: a pickle of Transformer Engine's is not opened, since it may run any code.
+    """
+    try:
+        read = torch.load(io.BytesIO(state.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
+        loaded = {
+            mode: DelayedScales(read[mode][f"scale_{suffix}"], read[mode][f"amax_history_{suffix}"])
+            for mode, suffix in _SUFFIXES.items()
+            if mode in read
+        }
+    except Exception as error:
+        raise RuntimeError(
+            f"{owner}: the checkpoint's _extra_state ({state.numel()} bytes) holds no scales that this library saved; "
+            "leave the _extra_state entries out to begin with fresh scales"
+        ) from error
+    for mode, scales in loaded.items():
+        if scales.scale.shape != (counts[mode],):
+            raise RuntimeError(
+                f"{owner}: the checkpoint has delayed scales of {scales.scale.numel()} tensors in {mode}, but this op "
+                f"has {counts[mode]}"
+            )
+    return loaded
+
+
+def update_all(scales: Sequence[DelayedScales]) -> None:
+    """Update each; where several ranks run, first take the largest magnitude of all ranks of its group."""
+    if dist.is_available() and dist.is_initialized():
         shared = [s for s in scales if s.recipe is not None and s.recipe.reduce_amax]
-        if shared:
-            flat = torch.cat([s.amax_history[0] for s in shared])
-            dist.all_reduce(flat, dist.ReduceOp.MAX, group)
-            for s, row in zip(shared, flat.split([s.amax_history.shape[1] for s in shared]), strict=True):
-                s.amax_history[0] = row
+        for group in dict.fromkeys(s.group for s in shared):
+            if dist.get_world_size(group) > 1:
+                _share([s.amax_history[0] for s in shared if s.group is group], group)
     for s in scales:
         s.update()
+
+
+def _share(rows: Sequence[Tensor], group: Any) -> None:
+    """Make each row the largest of all ranks', in one collective."""
+    flat = torch.cat(list(rows))
+    dist.all_reduce(flat, dist.ReduceOp.MAX, group)
+    for row, largest in zip(rows, flat.split([row.shape[0] for row in rows]), strict=True):
+        row.copy_(largest)

@@ -1,7 +1,7 @@
 """OperationFuser: a run of adjacent ops, planned once and run as one autograd function.
 
 Forward and backward walk over steps: an unfused basic op, or a fused operation over several. Which, the plan says
-(`patterns.plan`); it depends on the chain, the device and the compute dtype, and is kept for each of those.
+(`patterns.plan`); it depends on the chain, the device, the compute dtype and the recipe, and is kept for each of those.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from torch import Tensor
 
 from cute_kernels import reference
 from cute_kernels.limits import dtype_name
+from cute_kernels.quantization.formats import Format
 from cute_kernels.target import Target
+from fusible_ops.autocast_mode import current_recipe
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from fusible_ops.parameters import Held
+from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.ranges import shown
+from fusible_ops.recipe import Recipe
 from patterns import RULES, Chain, Plan, Rule, explain, plan
 
 ON_UNFUSED = ("allow", "warn", "error")
@@ -30,11 +34,15 @@ ON_UNFUSED = ("allow", "warn", "error")
 
 @dataclass(frozen=True)
 class _Step:
-    """`op` runs the basic ops of `span`. name: of the rule and its ops, or of the unfused op, for profilers."""
+    """`op` runs the basic ops of `span`. name: of the rule and its ops, or of the unfused op, for profilers. before,
+    after: the formats in which the steps around it quantise what it gives them, if they do.
+    """
 
     op: BasicOperation | FusedOperation
     span: slice
     name: str
+    before: Format | None = None
+    after: Format | None = None
 
 
 class _Call:
@@ -48,10 +56,11 @@ class _Call:
         extra_inputs: Sequence[Sequence[Tensor]],
         kwargs: Sequence[dict[str, Any]],
         autocast_dtype: torch.dtype | None,
+        recipe: Recipe | None,
     ) -> None:
         self.fuser, self.steps = fuser, steps
         self.held, self.extra_inputs, self.kwargs = held, extra_inputs, kwargs
-        self.autocast_dtype = autocast_dtype
+        self.autocast_dtype, self.recipe = autocast_dtype, recipe
         self.contexts: list[OperationContext] = []
         self.trail_offsets: Tensor | None = None
 
@@ -62,7 +71,7 @@ class _Call:
         fuser = self.fuser
         contexts = self.contexts = fuser.contexts(self.held, needs, recorded)
         for ctx, held, source in zip(contexts, self.held, fuser.split_sources, strict=True):
-            ctx.held, ctx.autocast_dtype = held, self.autocast_dtype
+            ctx.held, ctx.autocast_dtype, ctx.recipe = held, self.autocast_dtype, self.recipe
             ctx.split_sizes = self._splits(source)
         x = _tokens_only(x, _offsets(self._splits(fuser.lead), x))
         for step in self.steps:
@@ -72,8 +81,8 @@ class _Call:
                     contexts[span],
                     x,
                     basic_op_extra_inputs=self.extra_inputs[span],
-                    prev_op_grad_output_quantizer=None,
-                    next_op_input_quantizer=None,
+                    prev_op_grad_output_quantizer=step.before,
+                    next_op_input_quantizer=step.after,
                     basic_op_kwargs=self.kwargs[span],
                 )
         self.trail_offsets = _offsets(self._splits(fuser.trail), x)
@@ -166,7 +175,7 @@ def _owned(y: Tensor, x: Tensor) -> Tensor:
     """y as a result that the caller may change in place: no view, and no memory of x (a run of identities)."""
     if y is x:
         return y.clone()
-    if not y._is_view():
+    if not y._is_view() or isinstance(y, QuantizedTensor):
         return y
     if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() != 0:
         return y.clone()
@@ -258,48 +267,59 @@ class OperationFuser:
 
     # -- planning --------------------------------------------------------------------------------------------------
 
-    def plan(self, target: Target, autocast_dtype: torch.dtype | None = None) -> Plan:
-        """What runs what on `target`. autocast_dtype: as under `torch.autocast`; None: as the weights are."""
+    def plan(self, target: Target, autocast_dtype: torch.dtype | None = None, recipe: Recipe | None = None) -> Plan:
+        """What runs what on `target`. autocast_dtype: as under `torch.autocast`; None: as the weights are. recipe: the
+        quantisation recipe.
+        """
         own = self._linears[0].weight_dtype if self._linears else None
         dtype = autocast_dtype or own or torch.get_default_dtype()
         specs = [replace(op.describe(), name=op.name or name) for name, op in zip(self.names, self.ops, strict=True)]
-        chain = Chain(tuple(specs), dtype_name(dtype), autocast=autocast_dtype is not None)
+        described = None if recipe is None else recipe.describe()
+        chain = Chain(tuple(specs), dtype_name(dtype), described, autocast=autocast_dtype is not None)
         return plan(chain, target, self.rules)
 
-    def _build_steps(self, device: torch.device, autocast_dtype: torch.dtype | None) -> list[_Step]:
-        made = self.plan(Target.of(device), autocast_dtype)
+    def _build_steps(
+        self, device: torch.device, autocast_dtype: torch.dtype | None, recipe: Recipe | None
+    ) -> list[_Step]:
+        made = self.plan(Target.of(device), autocast_dtype, recipe)
         if made.unfused and self.on_unfused != "allow":
             text = explain(made)
             if self.on_unfused == "error":
                 raise RuntimeError(f"some ops run unfused, and on_unfused='error':\n{text}")
             warnings.warn(f"some ops run unfused:\n{text}", stacklevel=7)  # the caller of the module
-        steps, at = [], 0
+        steps: list[_Step] = []
+        at = 0
         for planned in made.steps:
             parts = [part for op in self.ops[planned.start : planned.stop] for part in op.fusible_parts()]
             if planned.rule is not None:
                 name = f"{planned.rule.name} ({', '.join(self._titles[planned.start : planned.stop])})"
                 steps.append(_Step(_load(planned.rule.program)(parts), slice(at, at + len(parts)), name))
             else:
-                steps += self._unfused(planned.start, planned.stop, at)
+                steps += self._unfused(planned.start, planned.stop, at, recipe)
             at += len(parts)
-        return steps
+        if recipe is None:
+            return steps
+        before = [None, *[step.op.grad_output_format(recipe) for step in steps]]
+        after = [*[step.op.input_format(recipe) for step in steps[1:]], None]
+        return [replace(step, before=b, after=a) for step, b, a in zip(steps, before, after, strict=False)]
 
-    def _unfused(self, start: int, stop: int, at: int) -> list[_Step]:
+    def _unfused(self, start: int, stop: int, at: int, recipe: Recipe | None) -> list[_Step]:
         """Steps of ops `start` to `stop`, the first of which is basic op `at`."""
         steps = []
         for op, title in zip(self.ops[start:stop], self._titles[start:stop], strict=True):
-            for runner in op.unfused_steps():
+            quantizes = recipe is not None and op.quantized_program
+            for runner in [_load(op.quantized_program)(op.fusible_parts())] if quantizes else op.unfused_steps():
                 count = len(runner.fusible_parts())
                 steps.append(_Step(runner, slice(at, at + count), f"unfused {title}"))
                 at += count
         return steps
 
-    def steps(self, x: Tensor, autocast_dtype: torch.dtype | None) -> list[_Step]:
+    def steps(self, x: Tensor, autocast_dtype: torch.dtype | None, recipe: Recipe | None) -> list[_Step]:
         """The steps for an input like x; planned when first asked."""
-        key = (x.device, autocast_dtype, *[op.weight_dtype for op in self._linears])
+        key = (x.device, autocast_dtype, recipe, *[op.weight_dtype for op in self._linears])
         steps = self._steps.get(key)
         if steps is None:
-            steps = self._steps[key] = self._build_steps(x.device, autocast_dtype)
+            steps = self._steps[key] = self._build_steps(x.device, autocast_dtype, recipe)
         return steps
 
     # -- running ---------------------------------------------------------------------------------------------------
@@ -308,7 +328,9 @@ class OperationFuser:
         self, x: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Sequence[dict[str, Any]] | None = None
     ) -> Tensor:
         self._check_call(x, extra_inputs, basic_op_kwargs)
-        autocast_dtype = _autocast_dtype(x.device)
+        autocast_dtype, recipe = _autocast_dtype(x.device), current_recipe()
+        if recipe is None and isinstance(x, QuantizedTensor):
+            x = x.dequantize()
         held, extras = [], []
         for op, owner, span in zip(self.basic_ops, self._owners, self._extra_spans, strict=True):
             own = extra_inputs[span]
@@ -316,7 +338,8 @@ class OperationFuser:
             extras.append(own)
             held.append(op.hold(owner))
         kwargs = basic_op_kwargs or [{} for _ in self.basic_ops]
-        call = _Call(self, self.steps(x, autocast_dtype), held, extras, kwargs, autocast_dtype)
+        steps = self.steps(x, autocast_dtype, recipe)
+        call = _Call(self, steps, held, extras, kwargs, autocast_dtype, recipe)
         parameters = [p for own in held for p in own.parameters]
         with _without_autocast(x.device, autocast_dtype):
             if torch.is_grad_enabled():

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from cute_kernels import reference
 from cute_kernels.limits import dtype_name
 from fusible_ops import checks
+from fusible_ops.autocast_mode import current_model_init
 from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
 from fusible_ops.parameters import (
     Held,
@@ -26,6 +27,8 @@ from fusible_ops.parameters import (
     main_grads,
     pack_,
 )
+from fusible_ops.quantized_parameters import hold_quantized, new_values, pack_quantized_
+from fusible_ops.quantized_tensor import QuantizedTensor
 from patterns.chain import OpSpec
 
 
@@ -52,6 +55,7 @@ class GroupedLinear(BasicOperation):
 
     known_kwargs = ()
     split_sizes_slot = 0
+    quantized_program = "fusible_ops.quantized_linear:QuantizedLinear"
 
     def __init__(
         self,
@@ -84,6 +88,11 @@ class GroupedLinear(BasicOperation):
         self._rng_state_tracker_function = rng_state_tracker_function
         self._weight_keys = self._keys("weight", self.single_grouped_weight)
         self._bias_keys = self._keys("bias", self.single_grouped_bias) if bias else []
+        self._model_init = current_model_init()
+        if self._model_init is not None and transposed_weight:
+            raise NotImplementedError(
+                "GroupedLinear: transposed_weight=True inside quantized_model_init is not supported"
+            )
         self._delayed: deque[WeightGrad] = deque()
         self._wgrad_hooks: list[Callable[[], Any]] = []
         device = checks.default_device(device)
@@ -111,17 +120,21 @@ class GroupedLinear(BasicOperation):
         return [name] if single else [f"{name}{g}" for g in range(self.num_groups)]
 
     def reset_parameters(self) -> None:
-        """Each expert as `torch.nn.Linear` draws it (kaiming_uniform, a=√5), in order; biases zero."""
+        """Each expert as `torch.nn.Linear` draws it (kaiming_uniform, a=√5), in order; biases zero.
+
+        Under `quantized_model_init` the weights are quantised then.
+        """
         if next(self.parameters()).is_meta:
             self.to_empty(device=checks.default_device(None))
-        tracker = self._rng_state_tracker_function
-        with tracker().fork() if tracker else nullcontext(), torch.no_grad():
-            for w in self.expert_weights():
+        tracker, weights = self._rng_state_tracker_function, self.weight_parameters()
+        with tracker().fork() if tracker else nullcontext(), torch.no_grad(), new_values(weights) as values:
+            for w in self._experts(values):
                 w.copy_(
                     nn.init.kaiming_uniform_(torch.empty_like(w, memory_format=torch.contiguous_format), math.sqrt(5))
                 )
             for b in self.bias_parameters():
                 b.zero_()
+        hold_quantized(self, self._weight_keys, self._model_init)
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
@@ -157,16 +170,21 @@ class GroupedLinear(BasicOperation):
 
     def expert_weights(self) -> Iterator[Tensor]:
         """Each expert's [N, K] weight, as a view."""
-        weights = self.weight_parameters()
+        return iter(self._experts(self.weight_parameters()))
+
+    def _experts(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Each expert's [N, K] part, as a view, of tensors like the weight parameters."""
         experts = weights[0].unbind(0) if self.single_grouped_weight else weights
-        return iter([w.mT for w in experts] if self.transposed_weight else experts)
+        return [w.mT for w in experts] if self.transposed_weight else list(experts)
 
     @property
     def weight_dtype(self) -> torch.dtype:
         return self.first_weight.dtype
 
     def _pack(self) -> None:
-        if not self.single_grouped_weight:
+        if isinstance(self.first_weight, QuantizedTensor):
+            pack_quantized_(self.weight_parameters())
+        elif not self.single_grouped_weight:
             pack_(self.weight_parameters())
         if self.has_bias and not self.single_grouped_bias:
             pack_(self.bias_parameters())
@@ -220,6 +238,9 @@ class GroupedLinear(BasicOperation):
                 "transposed_weight": self.transposed_weight,
             },
         )
+
+    def num_quantizers(self, mode: str) -> int:
+        return 2 * self.num_groups if mode == "forward" else self.num_groups
 
     # -- forward and backward --------------------------------------------------------------------------------------
 
@@ -308,10 +329,12 @@ class GroupedLinear(BasicOperation):
         offsets: Tensor,
         scales: Tensor | None = None,
         glu_interleave: int = 0,
+        db: Tensor | None = None,
     ) -> ParamGrads:
         """Gradients in the order of `ctx.held`, or None for weights whose gradient went elsewhere or waits.
 
-        dy [T, N] (as `[gate | linear]` if glu_interleave), x [T, K] (None if the weights are frozen).
+        dy [T, N] (as `[gate | linear]` if glu_interleave), x [T, K] (None if the weights are frozen). db: the gradient
+        of the bias [G, N], where it is known already.
         """
         if x is None:
             return [None] * (len(self._weight_keys) + len(self._bias_keys))
@@ -319,7 +342,8 @@ class GroupedLinear(BasicOperation):
         weight_grads = self._weight_grads(ctx.held.weights, WeightGrad(kernels, *pair, offsets, glu_interleave))
         if not self.has_bias:
             return weight_grads
-        db = kernels.grouped_dbias(dy, offsets, scales, glu_interleave).to(ctx.held.biases[0].dtype)
+        db = kernels.grouped_dbias(dy, offsets, scales, glu_interleave) if db is None else db
+        db = db.to(ctx.held.biases[0].dtype)
         bias_grads = [db] if self.single_grouped_bias else db.unbind(0)
         first, second = (bias_grads, weight_grads) if self._biases_first else (weight_grads, bias_grads)
         return [*first, *second]

@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from cute_kernels import reference
 from cute_kernels.limits import dtype_name
 from fusible_ops import checks
+from fusible_ops.autocast_mode import current_model_init
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, ParamGrads
 from fusible_ops.parameters import Held, WeightGrad, accumulate_main_grads, as_bias, as_operands, main_grads
+from fusible_ops.quantized_parameters import hold_quantized, new_values
 from patterns.chain import OpSpec
 
 
@@ -40,6 +42,7 @@ class BasicLinear(BasicOperation):
     """
 
     known_kwargs = ()
+    quantized_program = "fusible_ops.quantized_linear:QuantizedLinear"
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class BasicLinear(BasicOperation):
         self.in_features, self.out_features = in_features, out_features
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self._rng_state_tracker_function = rng_state_tracker_function
+        self._model_init = current_model_init()
         dtype = checks.float_dtype("BasicLinear", dtype or torch.get_default_dtype())
         self.weight = Parameter(
             torch.empty(out_features, in_features, device=checks.default_device(device), dtype=dtype)
@@ -70,12 +74,13 @@ class BasicLinear(BasicOperation):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight as `torch.nn.Linear` does."""
+        """Draw the weight as `torch.nn.Linear` does. Under `quantized_model_init` it is quantised then."""
         if self.weight.is_meta:
             self.to_empty(device=checks.default_device(None))
         tracker = self._rng_state_tracker_function
-        with tracker().fork() if tracker else nullcontext(), torch.no_grad():
-            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        with tracker().fork() if tracker else nullcontext(), torch.no_grad(), new_values([self.weight]) as (values,):
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5))
+        hold_quantized(self, ["weight"], self._model_init)
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -95,6 +100,9 @@ class BasicLinear(BasicOperation):
             "dtype": dtype_name(self.weight.dtype),
             "accumulate_into_main_grad": self.accumulate_into_main_grad,
         }
+
+    def num_quantizers(self, mode: str) -> int:
+        return 2 if mode == "forward" else 1
 
     def input_width(self) -> int | None:
         return self.in_features
@@ -266,6 +274,7 @@ class Linear(FusibleOperation):
         self.basic_ops = nn.ModuleList(parts)
 
     num_extra_inputs = 0
+    quantized_program = BasicLinear.quantized_program
 
     def fusible_parts(self) -> list[BasicOperation]:
         return list(self.basic_ops)  # type: ignore[arg-type]

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.quantization.formats import Format
+from fusible_ops import autocast_mode
+from fusible_ops.delayed_scaling import DelayedScales, loaded_scales, saved_scales
 from fusible_ops.parameters import Held, Unchanged, parameters_of
+from fusible_ops.quantizer import Quantizer
+from fusible_ops.recipe import DelayedScaling, Recipe
 from patterns.chain import OpSpec
 
 ParamGrads = Sequence[Tensor | None]
@@ -23,7 +28,8 @@ class OperationContext:
     """What one basic op keeps between its forward and its backward.
 
     requires_grad: whether any gradient flows through this op. input_requires_grad: whether its input wants one.
-    autocast_dtype: the dtype of an active `torch.autocast`, else None. owner: how errors call the op.
+    autocast_dtype: the dtype of an active `torch.autocast`, else None. recipe: the active quantisation recipe, else
+    None. owner: how errors call the op.
     split_sizes: those of the grouped linear before this op in the run (for the first ops: after them), if there is one;
     rows past their sum are no tokens. held: the op's parameters as forward finds them. wants: which of them required a
     gradient at forward, in their order. unchanged: parameters that backward reads; it raises before anything runs if
@@ -33,6 +39,7 @@ class OperationContext:
     """
 
     autocast_dtype: torch.dtype | None = None
+    recipe: Recipe | None = None
     split_sizes: Tensor | None = None
     held: Held
     unchanged: Unchanged | None = None
@@ -80,6 +87,9 @@ class FusibleOperation(nn.Module):
     """
 
     name: str = ""
+    quantized_program: str = (
+        ""  # "package.module:Class" of what runs this unfused under a recipe, if its own steps do not
+    )
 
     @property
     def is_fused_op(self) -> bool:
@@ -97,6 +107,14 @@ class FusibleOperation(nn.Module):
         """What runs this where no rule takes it, one after another."""
         return self.fusible_parts()
 
+    def input_format(self, recipe: Recipe) -> Format | None:
+        """The format in which this op quantises its input; None if it does not."""
+        return None
+
+    def grad_output_format(self, recipe: Recipe) -> Format | None:
+        """The format in which this op quantises the gradient of its output; None if it does not."""
+        return None
+
     def describe(self) -> OpSpec:
         """This op as plain data, for the rules."""
         raise NotImplementedError
@@ -113,8 +131,12 @@ class FusibleOperation(nn.Module):
 class BasicOperation(FusibleOperation):
     """One op. Class attribute `num_extra_inputs`: how many tensors it takes besides its input.
 
-    `state_dict` has an `_extra_state` entry for every basic op, as Transformer Engine's has: an empty tensor while
-    the op holds no quantisation state.
+    `state_dict` has an `_extra_state` entry for every basic op, as Transformer Engine's has: the scales of delayed
+    scaling, or an empty tensor while the op has none.
+
+    `fuser_forward` is told in which format its neighbours quantise what it gives them (`next_op_input_quantizer` the
+    output, `prev_op_grad_output_quantizer` the gradient of the input; None if they do not). It may then leave that
+    unrounded (`fusible_ops.quantizer.unrounded`).
     """
 
     num_extra_inputs: int = 0
@@ -124,6 +146,10 @@ class BasicOperation(FusibleOperation):
     split_sizes_slot: int | None = (
         None  # which extra input says how many rows each group has; None: rows have no groups
     )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scales: dict[str, DelayedScales] = {}
 
     def fusible_parts(self) -> list[BasicOperation]:
         return [self]
@@ -218,15 +244,35 @@ class BasicOperation(FusibleOperation):
         grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
         return grad_input, [list(grad_params)], [()]
 
+    # -- quantisation ----------------------------------------------------------------------------------------------
+
+    def num_quantizers(self, mode: str) -> int:
+        """Tensors with a scale of their own under delayed scaling; mode: "forward" or "backward"."""
+        return 0
+
+    def quantizer(self, recipe: Recipe, role: str, device: torch.device) -> Quantizer:
+        """How an operand with this role is quantised, now. Delayed scales are updated when `autocast` is left."""
+        format = recipe.operand_format(role)
+        if not isinstance(recipe, DelayedScaling):
+            return Quantizer(format)
+        mode = "backward" if role == "grad_output" else "forward"
+        count = self.num_quantizers(mode)
+        scales = self._scales.get(mode)
+        if scales is None:
+            scales = self._scales[mode] = DelayedScales.fresh(count, recipe.amax_history_len, device)
+        scales.use(recipe, format.element, device, autocast_mode.current_group())
+        if mode == "backward":
+            return Quantizer(format, scales)
+        autocast_mode.use_in_forward(scales)
+        return Quantizer(format, scales, first=int(role == "weight"), step=min(count, 2))  # input, weight, input, …
+
     def get_extra_state(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8)
+        return saved_scales(self._scales)
 
     def set_extra_state(self, state: Tensor | None) -> None:
         if state is not None and state.numel():
-            raise RuntimeError(
-                f"{type(self).__name__}: the checkpoint holds quantisation state ({state.numel()} bytes of "
-                "_extra_state), which this op cannot load; it has no quantisation recipe"
-            )
+            counts = {mode: self.num_quantizers(mode) for mode in ("forward", "backward")}
+            self._scales = loaded_scales(state, counts, self.label())
 
 
 class FusedOperation(FusibleOperation):

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from cute_kernels.catalog import SEPARATE_SPAN_BYTES
 from fusible_ops import casts
+from fusible_ops.quantized_tensor import QuantizedTensor
 
 
 def parameters_of(op: nn.Module) -> list[Parameter]:
@@ -81,8 +82,11 @@ def as_operands(parameters: Sequence[Tensor], packed: bool, dtype: torch.dtype, 
     """The parameters as kernels take them: `[one stacked tensor]`, or the separate tensors if they are not packed.
 
     A dtype that differs from the parameters' (autocast) costs one stacked cast, kept as `casts` says; tensors too far
-    apart for the kernels are stacked. records: whether gradients are recorded.
+    apart for the kernels are stacked; quantised ones are dequantised. records: whether gradients are recorded.
     """
+    if isinstance(parameters[0], QuantizedTensor):
+        values = [p.dequantize(dtype) for p in parameters if isinstance(p, QuantizedTensor)]
+        return values if values[0].dim() == 3 else [torch.stack(values)]
     if parameters[0].dtype is not dtype:
         return casts.cast(parameters, dtype, records, lambda: [_cast(parameters, packed, 3, dtype)])
     casts.forget(parameters)

@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.quantization.formats import FP32
 from fusible_ops.quantized_tensor import QuantizedTensor
 
 
 def _value_dtype(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> torch.dtype:
     """What the values of both are exact in and a product that is rounded to `dtype` takes."""
-    exact = all(t.format.scale != FP32 and not t.format.two_level for t in (a, b))
+    exact = a.format.exact_in_bfloat16 and b.format.exact_in_bfloat16
     return torch.bfloat16 if exact and dtype == torch.bfloat16 else torch.float32
 
 

@@ -11,7 +11,7 @@ It is a `torch.Tensor`, so it can be a parameter, a result, a gradient, an entry
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from cute_kernels.quantization import formats
 from cute_kernels.quantization.formats import Format
 from cute_kernels.quantization.quantize import Quantized
 from cute_kernels.quantization.stored import quantize_stored, rows_of_values, stored_values, value_offsets
+from fusible_ops.groups import Groups
 
 if TYPE_CHECKING:
     from fusible_ops.quantizer import Quantizer
@@ -33,8 +34,8 @@ _aten = torch.ops.aten
 class QuantizedTensor(Tensor):
     """x̂ = data · scale. Its dtype is nominal: that of the values that `dequantize` gives.
 
-    Matrices `[..., M, K]`, each for itself (`offsets` is None), or rows `[..., K]` that belong to groups as `offsets`,
-    int32 [G+1], has it, no block or scale of which spans two groups; rows of no group are zero.
+    Matrices `[..., M, K]`, each for itself (`groups` is None), or rows `[..., K]` that belong to `groups`, no block or
+    scale of which spans two of them; rows of no group are zero.
 
     rowwise, columnwise: the copy for products that sum over K, and that for those that sum over the rows (M); each may
     be None, but not both. A copy is as `cute_kernels.quantization.stored` has it.
@@ -44,7 +45,7 @@ class QuantizedTensor(Tensor):
     format: Format
     rowwise: Quantized | None
     columnwise: Quantized | None
-    offsets: Tensor | None
+    groups: Groups | None
     quantizer: Quantizer | None
 
     @staticmethod
@@ -55,7 +56,7 @@ class QuantizedTensor(Tensor):
         format: Format,
         rowwise: Quantized | None,
         columnwise: Quantized | None,
-        offsets: Tensor | None = None,
+        groups: Groups | None = None,
         *,
         quantizer: Quantizer | None = None,
         requires_grad: bool = False,
@@ -65,9 +66,14 @@ class QuantizedTensor(Tensor):
             raise ValueError("a QuantizedTensor needs a row-wise or a column-wise copy")
         device = held.data.device
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
-        made.format, made.rowwise, made.columnwise, made.offsets = format, rowwise, columnwise, offsets
+        made.format, made.rowwise, made.columnwise, made.groups = format, rowwise, columnwise, groups
         made.quantizer = quantizer
         return made
+
+    @property
+    def offsets(self) -> Tensor | None:
+        """int32 [G+1]: where the groups' rows are; None for matrices."""
+        return None if self.groups is None else self.groups.offsets
 
     # -- values ----------------------------------------------------------------------------------------------------
 
@@ -122,15 +128,15 @@ class QuantizedTensor(Tensor):
         has_all = (self.rowwise is None or source.rowwise is not None) and (
             self.columnwise is None or source.columnwise is not None
         )
-        return has_all and source.format == self.format and self.offsets is None and source.offsets is None
+        return has_all and source.format == self.format and self.groups is None and source.groups is None
 
     def _like(self, source: Tensor) -> QuantizedTensor:
         """`source` quantised as this tensor is."""
         usage = self.rowwise is not None, self.columnwise is not None
         source = source.detach().to(self.device)
-        if self.quantizer is not None and self.offsets is None:
+        if self.quantizer is not None and self.groups is None:
             return self.quantizer.matrices(source, *usage)
-        return quantized(source, self.format, *usage, offsets=self.offsets)
+        return quantized(source, self.format, *usage, groups=self.groups)
 
     # -- as a tensor -----------------------------------------------------------------------------------------------
 
@@ -142,19 +148,32 @@ class QuantizedTensor(Tensor):
                 return None
             return Quantized(fn(copy.data), fn(copy.scale), None if copy.amax is None else fn(copy.amax))
 
-        offsets = None if self.offsets is None else fn(self.offsets)
+        groups = None if self.groups is None else self.groups._replace(offsets=fn(self.groups.offsets))
         copies = mapped(self.rowwise), mapped(self.columnwise)
-        return QuantizedTensor(self.shape, dtype or self.dtype, self.format, *copies, offsets, quantizer=self.quantizer)
+        return QuantizedTensor(self.shape, dtype or self.dtype, self.format, *copies, groups, quantizer=self.quantizer)
+
+    def as_rows(self) -> QuantizedTensor:
+        """Rows of groups as `[T, K]`."""
+        copies = self.rowwise, self.columnwise, self.groups
+        return QuantizedTensor((self.shape[:-1].numel(), self.shape[-1]), self.dtype, self.format, *copies)
 
     def with_usage(self, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
         """The same values with these copies; one that is missing is quantised from the values of the other."""
         lacks = rowwise and self.rowwise is None, columnwise and self.columnwise is None
         row_copy, column_copy = self.rowwise if rowwise else None, self.columnwise if columnwise else None
         if any(lacks):
-            made = quantized(self._plain(torch.float32), self.format, *lacks, offsets=self.offsets)
+            made = quantized(self._plain(torch.float32), self.format, *lacks, groups=self.groups)
             row_copy, column_copy = row_copy or made.rowwise, column_copy or made.columnwise
-        held = (self.format, row_copy, column_copy, self.offsets)
+        held = (self.format, row_copy, column_copy, self.groups)
         return QuantizedTensor(self.shape, self.dtype, *held, quantizer=self.quantizer)
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """The first values of a parameter, on the CPU, if `quantized_model_init` was told to keep them."""
+        return self.__dict__.get("high_precision_init_val")
+
+    def clear_high_precision_init_val(self) -> None:
+        """Drop them."""
+        self.__dict__.pop("high_precision_init_val", None)
 
     @property
     def data(self) -> Tensor:
@@ -163,7 +182,7 @@ class QuantizedTensor(Tensor):
     @data.setter
     def data(self, source: Tensor) -> None:
         if isinstance(source, QuantizedTensor) and source.shape == self.shape and source.device == self.device:
-            self.format, self.offsets = source.format, source.offsets
+            self.format, self.groups = source.format, source.groups
             self.rowwise, self.columnwise = source.rowwise, source.columnwise
         else:
             self.quantize_(source)
@@ -214,7 +233,8 @@ class QuantizedTensor(Tensor):
             return None if held[0] is None else Quantized(*held)  # type: ignore[arg-type]
 
         copies = copy("rowwise"), copy("columnwise")
-        held = facts["format"], *copies, parts.get("offsets")
+        offsets = parts.get("offsets")
+        held = facts["format"], *copies, None if offsets is None else Groups(offsets)
         return QuantizedTensor(shape, facts["dtype"], *held, quantizer=facts["quantizer"])
 
     @classmethod
@@ -237,21 +257,44 @@ def quantized(
     rowwise: bool = True,
     columnwise: bool = True,
     *,
-    offsets: Tensor | None = None,
+    groups: Groups | None = None,
     factor: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> QuantizedTensor:
-    """`x` quantised: matrices `[..., M, K]`, or with `offsets` the rows `[..., K]` of groups.
+    """`x` quantised: matrices `[..., M, K]`, or with `groups` the rows `[..., K]` of those.
 
     dtype: the nominal one, x's by default. factor: what is multiplied by in place of the scale that its own largest
     magnitude gives, FP32, one for each matrix or group. Errors: see `quantize.check`.
     """
-    source = x if offsets is None else x.reshape(-1, x.shape[-1])
+    offsets = None if groups is None else groups.offsets
+    source = x if groups is None else x.reshape(-1, x.shape[-1])
     copies = [
         quantize_stored(source, format, direction, offsets, factor) if wanted else None
         for direction, wanted in ((False, rowwise), (True, columnwise))
     ]
-    return QuantizedTensor(x.shape, dtype or x.dtype, format, copies[0], copies[1], offsets)
+    return QuantizedTensor(x.shape, dtype or x.dtype, format, copies[0], copies[1], groups)
+
+
+def kept(q: QuantizedTensor) -> tuple[list[Tensor], Form]:
+    """The plain tensors that it holds, to be saved for backward, and what `restored` needs beside them."""
+    parts = q._parts()
+    return list(parts.values()), Form(tuple(parts), q.shape, q.dtype, q.format)
+
+
+def restored(parts: Sequence[Tensor], form: Form) -> QuantizedTensor:
+    """The inverse of `kept`."""
+    facts = {"dtype": form.dtype, "format": form.format, "quantizer": None}
+    named = dict(zip(form.names, parts, strict=True))
+    return QuantizedTensor.__tensor_unflatten__(named, facts, form.shape, None)
+
+
+class Form(NamedTuple):
+    """A QuantizedTensor without its tensors."""
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    format: Format
 
 
 def _as_bytes(t: Tensor | None) -> Tensor | None:
@@ -277,7 +320,8 @@ def _rebuild(
         data, scale, amax = held
         return Quantized(data.view(format.element.dtype), scale.view(format.scale.dtype), amax)
 
-    made = QuantizedTensor(shape, dtype, format, copy(rowwise), copy(columnwise), offsets)
+    groups = None if offsets is None else Groups(offsets)
+    made = QuantizedTensor(shape, dtype, format, copy(rowwise), copy(columnwise), groups)
     return Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
 
 

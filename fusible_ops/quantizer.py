@@ -10,7 +10,8 @@ from torch import Tensor
 from cute_kernels.quantization.formats import Format
 from cute_kernels.quantization.groups import group_amax
 from cute_kernels.quantization.quantize import tensor_amax
-from fusible_ops.delayed_scaling import DelayedScales
+from fusible_ops.delayed_scaling import DelayedScales, update_all
+from fusible_ops.groups import Groups
 from fusible_ops.quantized_tensor import QuantizedTensor, quantized
 
 
@@ -28,17 +29,17 @@ class Quantizer:
     def rows(
         self,
         x: Tensor,
-        offsets: Tensor,
+        groups: Groups,
         rowwise: bool = True,
         columnwise: bool = True,
         dtype: torch.dtype | None = None,
     ) -> QuantizedTensor:
-        """`x [..., K]`, its rows in the groups at `offsets`. dtype: the nominal one, x's by default."""
+        """`x [..., K]`, its rows in groups. dtype: the nominal one, x's by default."""
         factor = None
         if self.scales is not None:
             flat = x.detach().reshape(-1, x.shape[-1])
-            factor = self._noted(group_amax(flat.abs().amax(1).float(), offsets))
-        return quantized(x, self.format, rowwise, columnwise, offsets=offsets, factor=factor, dtype=dtype)
+            factor = self._noted(group_amax(flat.abs().amax(1).float(), groups.offsets))
+        return quantized(x, self.format, rowwise, columnwise, groups=groups, factor=factor, dtype=dtype)
 
     def matrices(self, x: Tensor, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
         """`x [..., M, K]`, each matrix for itself."""
@@ -48,8 +49,13 @@ class Quantizer:
             factor = self._noted(amax.reshape(-1)).view(amax.shape)
         return quantized(x, self.format, rowwise, columnwise, factor=factor)
 
+    def update(self) -> None:
+        """Under delayed scaling, the scales of the next step."""
+        if self.scales is not None:
+            update_all([self.scales])
+
     def _noted(self, amax: Tensor) -> Tensor:
-        """The scales to quantise with, FP32 [tensors]; notes the largest magnitudes for the next update."""
+        """The scales to quantise with, FP32, one for each in amax; notes the largest magnitudes for the next update."""
         assert self.scales is not None
         tensors = slice(self.first, None, self.step)
         scale = self.scales.scale[tensors]
@@ -58,3 +64,40 @@ class Quantizer:
             return scale.expand(amax.shape)
         self.scales.note(amax, tensors)
         return scale.clone()
+
+
+def operand(
+    t: Tensor, quantizer: Quantizer, groups: Groups, dtype: torch.dtype, rowwise: bool = True, columnwise: bool = True
+) -> QuantizedTensor:
+    """The rows `t [..., K]` as an operand `[T, K]` of a product with these copies; dtype: the compute dtype.
+
+    A tensor that is quantised already for the same groups is taken as it is; of others the values are quantised anew.
+    What a neighbour left unrounded (`unrounded`) is quantised from that, all else from its values in `dtype`.
+    """
+    if isinstance(t, QuantizedTensor):
+        if t.groups is not None and t.groups.are(groups):
+            return t.as_rows().with_usage(rowwise, columnwise)
+        t = t.dequantize(torch.float32)
+    elif not is_unrounded(t):
+        t = t.to(dtype)
+    return quantizer.rows(t.reshape(-1, t.shape[-1]), groups, rowwise, columnwise, dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Results that the next op quantises are not rounded to the compute dtype before.
+
+
+def unrounded(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP32 `t`, marked as a result whose nominal dtype is `dtype`: for a neighbour that quantises it, once."""
+    t.nominal_dtype = dtype  # type: ignore[attr-defined]
+    return t
+
+
+def is_unrounded(t: Tensor) -> bool:
+    """Whether `unrounded` made it."""
+    return hasattr(t, "nominal_dtype")
+
+
+def nominal_dtype(t: Tensor) -> torch.dtype:
+    """The dtype that a result stands for."""
+    return getattr(t, "nominal_dtype", t.dtype)

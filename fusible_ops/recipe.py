@@ -25,6 +25,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from cute_kernels.quantization import formats
+from patterns.chain import RecipeSpec
 
 ROLES = ("input", "weight", "grad_output")
 BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
@@ -93,6 +94,11 @@ class Recipe:
             raise ValueError(f"role is {role!r}, needs one of: {', '.join(ROLES)}")
         elements = self.fp8_format.value
         return elements.backward if role == "grad_output" else elements.forward
+
+    def describe(self) -> RecipeSpec:
+        """This recipe as plain data, for the rules."""
+        facts = {role: self.operand_format(role) for role in ROLES}
+        return RecipeSpec(type(self).__name__, {**facts, "backward_override": self.backward_override})
 
     def _refuse(self, field: str, found: object, wanted: str) -> None:
         raise ValueError(f"{type(self).__name__}: {field} is {found!r}, needs {wanted}")

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.target import Target
+from fusible_ops.autocast_mode import current_recipe
 from fusible_ops.fuser import ON_UNFUSED, OperationFuser
 from fusible_ops.op import BasicOperation, FusibleOperation
+from fusible_ops.recipe import Recipe
 from patterns import RULES, Rule, check_rules, explain
 
 Group = OperationFuser | nn.Module
@@ -221,19 +223,21 @@ class Sequential(nn.Module):
         target: str | Target | torch.device | None = None,
         *,
         dtype: torch.dtype | None = None,
+        recipe: Recipe | None = None,
         as_data: bool = False,
     ) -> Any:
         """Which kernel runs what, and where none does, which condition failed.
 
         target: an architecture ("sm_90a", "sm_100a", "cpu", …: an ideal machine, needs no GPU), a `Target`, a device,
         or None for the device of the parameters. dtype: as under `torch.autocast` in it; None: as the weights are.
+        recipe: as under `autocast(recipe=recipe)`; None: as it is now.
         Returns text, or with as_data=True a list of dicts, one for each run of ops or plain module.
         """
         machine = self._target(target)
         parts: list[Any] = []
         for group in self.groups():
             if isinstance(group, OperationFuser):
-                made = group.plan(machine, dtype)
+                made = group.plan(machine, dtype, recipe or current_recipe())
                 parts.append(made.as_data() if as_data else explain(made))
             elif as_data:
                 parts.append({"module": type(group).__name__})

@@ -6,7 +6,7 @@ print(explain(plan))
 
 from cute_kernels.limits import Refusal
 from cute_kernels.target import Target
-from patterns.chain import Chain, FrozenFacts, OpSpec
+from patterns.chain import Chain, FrozenFacts, OpSpec, RecipeSpec
 from patterns.explain import explain
 from patterns.planner import Plan, Refused, Step, plan
 from patterns.rule import Bound, Match, Rule, Slot, bind, check_rules, slot
@@ -20,6 +20,7 @@ __all__ = [
     "Match",
     "OpSpec",
     "Plan",
+    "RecipeSpec",
     "Refusal",
     "Refused",
     "Rule",

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cute_kernels.catalog import GLU_ACTIVATIONS
+from cute_kernels.quantization.formats import Format
 
 TITLES: Mapping[str, str] = {
     "grouped_linear": "GroupedLinear",
@@ -106,15 +107,39 @@ class OpSpec:
 
 
 @dataclass(frozen=True)
+class RecipeSpec:
+    """A quantisation recipe: its name, and its facts, of which any mapping will do.
+
+    Facts: input, weight, grad_output (the `cute_kernels.quantization.formats.Format` of each), backward_override.
+    """
+
+    name: str
+    facts: Mapping[str, object] = field(default_factory=FrozenFacts)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.facts, FrozenFacts):
+            object.__setattr__(self, "facts", FrozenFacts(self.facts))
+
+    def product_dtype(self, dtype: str) -> str:
+        """The dtype in which an unfused product of quantised values runs, given the compute dtype."""
+        formats = [value for value in self.facts.values() if isinstance(value, Format)]
+        exact = dtype == "bfloat16" and all(format.exact_in_bfloat16 for format in formats)
+        return "bfloat16" if exact else "float32"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
 class Chain:
-    """Ops in order, the compute dtype ("bfloat16"), and the name of the active quantisation recipe, if any.
+    """Ops in order, the compute dtype ("bfloat16"), and the active quantisation recipe, if any.
 
     autocast: whether `dtype` holds for every linear, as under torch.autocast; else each computes in its weights' dtype.
     """
 
     ops: tuple[OpSpec, ...]
     dtype: str
-    recipe: str | None = None
+    recipe: RecipeSpec | None = None
     autocast: bool = False
 
     def __post_init__(self) -> None:

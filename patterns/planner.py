@@ -93,6 +93,8 @@ class Plan:
         for op in self.unfused:
             if op.kind == "grouped_linear":
                 dtype = self.chain.dtype if self.chain.autocast else op.facts.get("dtype")
+                if self.chain.recipe is not None:
+                    dtype = self.chain.recipe.product_dtype(str(dtype))
                 letters = {"K": "in_features", "N": "out_features", "G": "num_groups"}
                 facts = {"dtype": dtype, **{letter: op.facts.get(name) for letter, name in letters.items()}}
                 refusals = [limit.check(facts, {**letters, "dtype": "dtype"}) for limit in DEVICE_OFFSETS]
@@ -112,7 +114,7 @@ class Plan:
         return {
             "chain": [{"kind": op.kind, "name": op.name} for op in self.chain.ops],
             "dtype": self.chain.dtype,
-            "recipe": self.chain.recipe,
+            "recipe": None if self.chain.recipe is None else self.chain.recipe.name,
             "target": self.target.arch,
             "steps": [_step_as_data(step, self.chain) for step in self.steps],
             "refusals": [_refused_as_data(refused) for refused in self.refusals],

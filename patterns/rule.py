@@ -11,7 +11,14 @@ from cute_kernels.target import Target
 from patterns.chain import LINEAR_KINDS, TITLES, Chain, FrozenFacts, OpSpec
 
 FORWARD_AND_BACKWARD = "forward_and_backward"
-CHAIN_WORDS = {"dtype": "the compute dtype", "recipe": "the recipe"}
+CHAIN_WORDS = {
+    "dtype": "the compute dtype",
+    "recipe": "the recipe",
+    "recipe.input": "the recipe's input format",
+    "recipe.weight": "the recipe's weight format",
+    "recipe.grad_output": "the recipe's backward format",
+    "recipe.backward_override": "the recipe's backward_override",
+}
 
 
 @dataclass(frozen=True)
@@ -72,10 +79,14 @@ class Match:
     ops: tuple[tuple[str, OpSpec | None], ...]
 
     def facts(self) -> dict[str, object]:
-        """The chain's dtype and recipe; for each op, under its label, its facts and kind, and what follows from them:
-        columns out, and for a linear its compute dtype. A dense linear has one group, and a weight [N, K].
+        """The chain's dtype, the recipe's name and facts; for each op, under its label, its facts and kind, and what
+        follows from them: columns out, and for a linear its compute dtype. A dense linear has one group, and a weight
+        [N, K].
         """
-        facts: dict[str, object] = {"dtype": self.chain.dtype, "recipe": self.chain.recipe}
+        recipe = self.chain.recipe
+        facts: dict[str, object] = {"dtype": self.chain.dtype, "recipe": None if recipe is None else recipe.name}
+        if recipe is not None:
+            facts |= {f"recipe.{name}": value for name, value in recipe.facts.items()}
         columns: int | None = None
         for label, op in self.ops:
             if op is None:
@@ -97,7 +108,7 @@ class Match:
         names = {label: (op.word if op is not None else "") or label for label, op in self.ops}
         for fact in self.facts():
             label, dot, rest = fact.partition(".")
-            if dot:
+            if dot and label in names:
                 words[fact] = f"{names[label]}.{rest}"
         return words | names
 

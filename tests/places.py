@@ -1,7 +1,7 @@
 """Where a contract is tested: on a CPU and on a Hopper GPU, unfused and through the fused operations.
 
 A test that takes the fixture `place` runs in all four (tests/conftest.py). On the CPU the fused operations run the
-operators' reference.
+operators' reference. `RECIPE_PLACES` are the same under quantisation recipes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,19 @@ KERNELS = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where a case runs: a device, and whether the chain is fused there."""
+    """Where a case runs: a device, whether the chain is fused there, and under which recipe."""
 
     device: str
     fused: bool
+    recipe: ops.Recipe | None = None
 
-    def context(self) -> contextlib.AbstractContextManager[None]:
-        return as_if_on("sm_90a") if self.device == "cpu" and self.fused else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.device == "cpu" and self.fused:
+                stack.enter_context(as_if_on("sm_90a"))
+            stack.enter_context(ops.autocast(enabled=self.recipe is not None, recipe=self.recipe))
+            yield
 
     def options(self) -> dict[str, object]:
         """Arguments of `Sequential` that make it fused, all of it, or unfused."""
@@ -57,6 +63,12 @@ PLACES = [
     pytest.param(Place("cpu", True), id="cpu-fused"),
     pytest.param(Place("cuda", False), id="cuda", marks=HOPPER),
     pytest.param(Place("cuda", True), id="cuda-fused", marks=HOPPER),
+]
+BLOCK, CURRENT = ops.Float8BlockScaling(), ops.Float8CurrentScaling()
+RECIPE_PLACES = [
+    pytest.param(Place("cpu", False, BLOCK), id="cpu-block"),
+    pytest.param(Place("cpu", False, CURRENT), id="cpu-current"),
+    pytest.param(Place("cuda", False, BLOCK), id="cuda-block", marks=HOPPER),
 ]
 
 

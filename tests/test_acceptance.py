@@ -1,19 +1,28 @@
 """Behaviour that users of such libraries had to report elsewhere, each with a small input of our own.
 
 Every case runs unfused and through the fused operations, on the CPU (where the operators are the reference) and on a
-Hopper GPU.
+Hopper GPU, plain and under recipes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 import fusible_ops as ops
+from fusible_ops.quantized_tensor import quantized
 from tests.cases import Splits
 from tests.compare import assert_bitwise_equal
 from tests.models import MLP, Inputs, as_if_on, no_host_sync, step
-from tests.places import Place
+from tests.places import PLACES, RECIPE_PLACES, Place
+
+
+@pytest.fixture(params=[*PLACES, *RECIPE_PLACES])
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    with request.param.context():
+        yield request.param
 
 
 def _poison_allocator(device: str, *sizes: int) -> None:
@@ -144,6 +153,9 @@ def test_clamped_swiglu_means_one_thing(place: Place, constants, halves, expecte
     sizes = torch.tensor([3], device=place.device)
     y = model(torch.randn(3, 8, **common), sizes, sizes)
     want = torch.tensor(expected).bfloat16().item()
+    if place.recipe is not None:  # FC2's input is quantised from FP32; a row holds one value
+        row = torch.full((1, 8), expected, device=place.device)
+        want = quantized(row, place.recipe.operand_format("input")).dequantize()[0, 0].bfloat16().item()
     assert (y == want).all(), (y[0, 0].item(), want)
     y.sum().backward()
     gate, linear = halves

@@ -25,7 +25,7 @@ from tests.bench.timing import launches
 from tests.cases import Splits, full
 from tests.compare import assert_as_accurate, assert_bitwise_equal
 from tests.models import MLP, Inputs, step
-from tests.places import HOPPER, Place, reference_calls
+from tests.places import HOPPER, PLACES, RECIPE_PLACES, Place, reference_calls
 
 FUSED = [
     pytest.param(Place("cpu", True), id="cpu-fused"),
@@ -421,6 +421,7 @@ def test_nvtx_ranges_only_where_a_tool_wants_them(traced: bool, monkeypatch: pyt
 # Where weight gradients go
 
 
+@pytest.mark.parametrize("place", [*PLACES, *RECIPE_PLACES], indirect=True)
 @pytest.mark.parametrize("single", [False, True], ids=["separate", "single"])
 @pytest.mark.parametrize("delay", [False, True], ids=["at_once", "delayed"])
 @pytest.mark.parametrize("to", ["grad", "add", "overwrite"])

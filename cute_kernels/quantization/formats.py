@@ -102,6 +102,11 @@ class Format:
         return self.block is None or self.block[0] == self.block[1]
 
     @property
+    def exact_in_bfloat16(self) -> bool:
+        """Whether values are exact in BF16 (above its subnormals): those whose scales are powers of two."""
+        return self.scale in (FP32_POWER_OF_2, E8M0)
+
+    @property
     def bytes_per_element(self) -> float:
         """Bytes of data and scales for one value of one direction, without padding."""
         scale_bytes = 0.0 if self.block is None else self.scale.dtype.itemsize / (self.block[0] * self.block[1])

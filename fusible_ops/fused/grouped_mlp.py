@@ -17,9 +17,9 @@ from fusible_ops.fused.parts import (
     no_grads,
     probs_of_tokens,
     row_factor,
-    same_values,
     viewed,
 )
+from fusible_ops.groups import same_values
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
 
 

@@ -14,6 +14,9 @@ from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.linear import BasicLinear, Bias
 from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
 from fusible_ops.parameters import Unchanged, WeightGrad, accumulate_main_grads, as_bias, as_operands
+from fusible_ops.quantized_parameters import as_quantized
+from fusible_ops.quantized_tensor import QuantizedTensor
+from fusible_ops.quantizer import Quantizer
 
 Contexts = Sequence[OperationContext]
 Extras = Sequence[Sequence[Tensor]]
@@ -53,15 +56,6 @@ def probs_of_tokens(probs: Tensor | None, ctx: OperationContext) -> Tensor | Non
     return reference.tokens_only(probs, reference.group_offsets(ctx.split_sizes, probs.shape[0]))
 
 
-def same_values(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether both are surely the same numbers: one tensor, or two views of the same memory laid out alike."""
-    if a is b:
-        return True
-    if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape or a.stride() != b.stride():
-        return False
-    return a.data_ptr() == b.data_ptr()
-
-
 class GroupedPart:
     """A GroupedLinear at position `at` of the fused basic ops."""
 
@@ -84,11 +78,18 @@ class GroupedPart:
     def operands(self, ctxs: Contexts, dtype: torch.dtype, records: bool) -> list[Tensor]:
         return self.op.operands(ctxs[self.at], dtype, records)
 
+    def quantized(self, ctxs: Contexts, quantizer: Quantizer, columnwise: bool, records: bool) -> QuantizedTensor:
+        weights = ctxs[self.at].held.weights
+        return as_quantized(weights, quantizer, columnwise, records, self.op.transposed_weight)
+
     def unchanged(self, ctxs: Contexts) -> Unchanged:
         return Unchanged(ctxs[self.at].held.weights)
 
     def bias(self, ctxs: Contexts, dtype: torch.dtype, records: bool) -> Tensor | None:
         return self.op.bias_operand(ctxs[self.at], dtype, records)
+
+    def wants_dbias(self, ctxs: Contexts) -> bool:
+        return self.op.has_bias and ctxs[self.at].wants[0]
 
     def scales(self, extras: Extras) -> Tensor | None:
         return extras[self.at][1] if self.op.scale_bias else None
@@ -103,7 +104,9 @@ class GroupedPart:
         offsets: Tensor,
         **layout: Any,
     ) -> None:
-        """Compute the parameters' gradients and put them in this op's place. `layout`: scales, glu_interleave."""
+        """Compute the parameters' gradients and put them in this op's place. `layout`: scales, glu_interleave, db (see
+        `GroupedLinear.parameter_grads`).
+        """
         grads[self.at] = self.op.parameter_grads(ctxs[self.at], kernels, dy, x, offsets, **layout)
 
 
@@ -129,11 +132,17 @@ class DensePart:
     def operands(self, ctxs: Contexts, dtype: torch.dtype, records: bool) -> list[Tensor]:
         return as_operands(ctxs[self.at].held.weights, True, dtype, records)
 
+    def quantized(self, ctxs: Contexts, quantizer: Quantizer, columnwise: bool, records: bool) -> QuantizedTensor:
+        return as_quantized(ctxs[self.at].held.weights, quantizer, columnwise, records)
+
     def unchanged(self, ctxs: Contexts) -> Unchanged:
         return Unchanged(ctxs[self.at].held.weights)
 
     def bias(self, ctxs: Contexts, dtype: torch.dtype, records: bool) -> Tensor | None:
         return None if self.bias_op is None else as_bias([self.bias_op.bias], True, dtype, records)
+
+    def wants_dbias(self, ctxs: Contexts) -> bool:
+        return self.bias_op is not None and ctxs[self.at + 1].wants[0]
 
     def scales(self, extras: Extras) -> Tensor | None:
         return None
@@ -148,6 +157,7 @@ class DensePart:
         offsets: Tensor,
         scales: Tensor | None = None,
         glu_interleave: int = 0,
+        db: Tensor | None = None,
     ) -> None:
         weights = ctxs[self.at].held.weights
         if x is not None:
@@ -157,7 +167,7 @@ class DensePart:
             else:
                 grads[self.at] = grad.compute(weights)
         if self.bias_op is not None and ctxs[self.at + 1].wants[0]:
-            db = kernels.grouped_dbias(dy, offsets, None, glu_interleave)
+            db = kernels.grouped_dbias(dy, offsets, None, glu_interleave) if db is None else db
             grads[self.at + 1] = [db.to(self.bias_op.bias.dtype).squeeze(0)]
 
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from cute_kernels.quantization.formats import E4M3, E5M2
-from cute_kernels.reference import group_offsets
 from fusible_ops.delayed_scaling import DelayedScales, update_all
+from fusible_ops.groups import Groups
 from fusible_ops.quantizer import Quantizer
 from fusible_ops.recipe import DelayedScaling
 
@@ -91,16 +91,16 @@ def test_quantizer_uses_the_old_scale_and_notes_the_new_amax() -> None:
     scales = scales_of(DelayedScaling(amax_history_len=2), 4)
     scales.scale.copy_(torch.tensor([2.0, 4.0, 8.0, 16.0]))
     x = torch.tensor([[3.0, -5.0], [1.0, 0.0], [60.0, 1.0], [NAN, INF]])
-    offsets = group_offsets(torch.tensor([2, 1]), 4)
+    groups = Groups.of(torch.tensor([2, 1]), 4, CPU)
     inputs, weights = (Quantizer(scales.recipe.operand_format("input"), scales, first, 2) for first in (0, 1))
-    q = inputs.rows(x, offsets, columnwise=False)
+    q = inputs.rows(x, groups, columnwise=False)
     assert q.rowwise.data.float().tolist() == [[6, -10], [2, 0], [448, 8], [0, 0]]  # saturates: 60 · 8 > 448
     assert q.rowwise.scale.tolist() == [0.5, 0.125]
     w = weights.matrices(torch.tensor([[[1.0]], [[7.0]]]))
     assert w.rowwise.data.float().flatten().tolist() == [4, 112]
     assert scales.amax_history[0].tolist() == [5, 1, 60, 7]
     one = scales_of(DelayedScaling(amax_history_len=2))
-    assert Quantizer(inputs.format, one).rows(x, offsets).rowwise.scale.tolist() == [1, 1]
+    assert Quantizer(inputs.format, one).rows(x, groups).rowwise.scale.tolist() == [1, 1]
     assert one.amax_history[0].tolist() == [60]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cute_kernels.target import Target
-from patterns import RULES, Chain, OpSpec, Rule, explain, plan
+from patterns import RULES, Chain, OpSpec, RecipeSpec, Rule, explain, plan
 from patterns.examples import MOE, activation, grouped_linear
 
 PLAIN = Chain((grouped_linear("fc1", 256, 1024), activation("swiglu"), grouped_linear("fc2", 512, 256)), "bfloat16")
@@ -104,6 +104,8 @@ def test_index_names_show_which_op_has_which_label() -> None:
 
 
 def test_recipe_and_no_rules_and_no_ops() -> None:
-    assert "on sm_90a, bfloat16, MXFP8BlockScaling\n" in told(replace(PLAIN, recipe="MXFP8BlockScaling"), "sm_90a")
+    assert "on sm_90a, bfloat16, MXFP8BlockScaling\n" in told(
+        replace(PLAIN, recipe=RecipeSpec("MXFP8BlockScaling")), "sm_90a"
+    )
     assert explain(plan(PLAIN, Target.named("sm_90a"), ())).endswith("GroupedLinear fc2\n0 of 3 ops fused")
     assert told(Chain((), "bfloat16"), "cpu") == "(no ops)    on cpu, bfloat16, no recipe\n0 of 0 ops fused"

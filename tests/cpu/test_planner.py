@@ -11,7 +11,7 @@ import pytest
 
 from cute_kernels.catalog import ACTIVATIONS, GLU_ACTIVATIONS
 from cute_kernels.target import Target
-from patterns import RULES, Chain, FrozenFacts, OpSpec, Plan, Rule, plan, slot
+from patterns import RULES, Chain, FrozenFacts, OpSpec, Plan, RecipeSpec, Rule, plan, slot
 from patterns.examples import FFN, MOE, MOE_LINEAR, QUANTIZE, activation, grouped_linear, linear
 from patterns.guards import Guard, absent
 
@@ -101,7 +101,7 @@ def test_groups_that_differ() -> None:
 @pytest.mark.parametrize("start", [0, 1])
 def test_recipe_and_position(start: int) -> None:
     ops = (OpSpec("identity", "i"),) * start + MOE.ops
-    result = plan(Chain(ops, "bfloat16", "MXFP8BlockScaling"), H200)
+    result = plan(Chain(ops, "bfloat16", RecipeSpec("MXFP8BlockScaling")), H200)
     assert not any(step.rule for step in result.steps)
     assert reasons(result, "grouped_mlp", start) == ["the recipe is MXFP8BlockScaling, needs no quantisation recipe"]
 

@@ -16,6 +16,7 @@ from cute_kernels.quantization.groups import dequantize_groups, padded_offsets, 
 from cute_kernels.quantization.quantize import dequantize, quantize
 from cute_kernels.quantization.scale_layout import storage_shape, to_storage
 from cute_kernels.reference import group_offsets, tokens_only
+from fusible_ops.groups import Groups
 from fusible_ops.quantized_tensor import QuantizedTensor, quantized
 from tests.cases import SMALL_SPLITS, Splits
 from tests.compare import assert_bitwise_equal
@@ -69,7 +70,7 @@ def test_rows_of_groups(format: Format, splits: Splits) -> None:
     offsets = group_offsets(splits.tensor(), splits.rows)
     rows = x.reshape(-1, 64)
     rows[splits.used :] = float("nan")
-    q = quantized(x, format, offsets=offsets)
+    q = quantized(x, format, groups=Groups(offsets))
     assert q.shape == x.shape and q.dtype == x.dtype
     for columnwise in (False, True):
         want = quantize_groups(rows, offsets, format, columnwise)
@@ -80,7 +81,9 @@ def test_rows_of_groups(format: Format, splits: Splits) -> None:
         places = q.value_offsets(columnwise)
         assert_bitwise_equal(places, padded_offsets(offsets) if padded else offsets, "offsets")
         if padded or format.block is None:
-            back = QuantizedTensor(x.shape, x.dtype, format, *((None, held) if columnwise else (held, None)), offsets)
+            back = QuantizedTensor(
+                x.shape, x.dtype, format, *((None, held) if columnwise else (held, None)), Groups(offsets)
+            )
             assert_bitwise_equal(
                 tokens_only(back.dequantize().reshape(-1, 64), offsets), back.dequantize().reshape(-1, 64), "tail"
             )
@@ -91,7 +94,7 @@ def test_rows_of_groups(format: Format, splits: Splits) -> None:
 def test_nominal_dtype_and_source() -> None:
     """What is quantised is the FP32 source; the dtype is only that of the values that come back."""
     x = torch.full((4, 128), 1.0 + 2**-10)
-    q = quantized(x, fp8_tensor(), offsets=torch.tensor([0, 4], dtype=torch.int32), dtype=torch.bfloat16)
+    q = quantized(x, fp8_tensor(), groups=Groups.of(None, 4, x.device), dtype=torch.bfloat16)
     assert q.dtype == q.dequantize().dtype == torch.bfloat16
     assert_bitwise_equal(q.rowwise.scale, quantize(x, fp8_tensor()).scale.view(1), "scale")
     assert_bitwise_equal(bits(q.rowwise.data), bits(quantize(x, fp8_tensor()).data), "data")
@@ -137,7 +140,9 @@ def test_it_prints_itself() -> None:
     )
     assert shown == repr(torch.ones(4, 2).bfloat16())
     offsets = torch.tensor([0, 1, 4], dtype=torch.int32)
-    assert "row-wise, 2 groups" in repr(quantized(torch.ones(4, 2), fp8_block(), columnwise=False, offsets=offsets))
+    assert "row-wise, 2 groups" in repr(
+        quantized(torch.ones(4, 2), fp8_block(), columnwise=False, groups=Groups(offsets))
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -292,7 +297,7 @@ def test_modules_are_copied_pickled_and_moved() -> None:
 
 def test_groups_survive_a_pickle() -> None:
     offsets = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
-    q = quantized(torch.randn(10, 64).bfloat16(), fp8_block(), offsets=offsets).requires_grad_()
+    q = quantized(torch.randn(10, 64).bfloat16(), fp8_block(), groups=Groups(offsets)).requires_grad_()
     made = pickle.loads(pickle.dumps(q))
     same(made.detach(), q.detach())
     assert made.requires_grad and not isinstance(made, Parameter)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cute_kernels import reference
+from cute_kernels import activation_reference, reference
 from cute_kernels.activation import KINDS, Activation
 from tests.cases import SPLITS, Splits
 from tests.compare import assert_bitwise_equal
@@ -181,7 +181,7 @@ def test_large_activations_are_computed_in_parts(
     dy = torch.randn(*shape[:-1], 24 // act.halves).bfloat16()
     runs = []
     for limit in (1 << 22, 60):
-        monkeypatch.setattr(reference, "AT_ONCE", limit)
+        monkeypatch.setattr(activation_reference, "AT_ONCE", limit)
         for probs in (None, p):
             dpreact, dprobs = reference.activation_backward(dy, z, act, probs, need_dprobs=True)
             runs.append((reference.activation_forward(z, act, probs), dpreact, dprobs))

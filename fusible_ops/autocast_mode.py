@@ -49,7 +49,7 @@ def current_recipe() -> Recipe | None:
 
 
 def current_group() -> Any:
-    """The process group that the innermost `autocast` was given for delayed scaling."""
+    """The ranks that share largest magnitudes, as the innermost `autocast` was told."""
     return _state.group
 
 
@@ -59,8 +59,8 @@ def current_model_init() -> ModelInit | None:
 
 
 def use_in_forward(scales: DelayedScales) -> None:
-    """Have these scales updated when the outermost `autocast` is left."""
-    if not any(scales is known for known in _state.used):
+    """Have these scales updated when the outermost `autocast` is left, if one is entered."""
+    if _state.depth and not any(scales is known for known in _state.used):
         _state.used.append(scales)
 
 
@@ -119,7 +119,7 @@ class autocast:
         assert self._outer is not None
         left, _state, self._outer = _state, self._outer, None
         if _state.depth == 0 and kind is None and torch.is_grad_enabled():
-            update_all(left.used, left.group)
+            update_all(left.used)
 
 
 @contextlib.contextmanager

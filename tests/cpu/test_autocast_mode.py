@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_kernels.quantization.formats import E4M3
-from fusible_ops.autocast import (
+from fusible_ops.autocast_mode import (
     autocast,
     current_model_init,
     current_recipe,

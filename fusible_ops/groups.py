@@ -1,0 +1,43 @@
+"""Groups: which rows of a tensor belong together, and where that is from."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels import reference
+
+
+def same_values(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether both are surely the same numbers: one tensor, or two views of the same memory laid out alike."""
+    if a is b:
+        return True
+    if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape or a.stride() != b.stride():
+        return False
+    return a.data_ptr() == b.data_ptr()
+
+
+class Groups(NamedTuple):
+    """offsets: int32 [G+1]. splits, version: the split sizes that they were made from, and their version then; None
+    where all rows are one group. A version of -1 is of no tensor that is known.
+    """
+
+    offsets: Tensor
+    splits: Tensor | None = None
+    version: int = -1
+
+    @staticmethod
+    def of(splits: Tensor | None, rows: int, device: torch.device) -> Groups:
+        """The groups of `rows` rows. No host sync."""
+        if splits is None:
+            whole = torch.full((1,), rows, dtype=torch.int32, device=device)
+            return Groups(reference.group_offsets(whole, rows), None, 0)
+        return Groups(reference.group_offsets(splits, rows), splits, splits._version)
+
+    def are(self, other: Groups | None) -> bool:
+        """Whether these are surely the other's groups. Never asks the device."""
+        if other is None or self.version < 0 or self.version != other.version:
+            return False
+        return self.offsets.shape == other.offsets.shape and same_values(self.splits, other.splits)
