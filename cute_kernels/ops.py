@@ -12,6 +12,7 @@ are empty tensors, since operator schemas have no optional results.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -285,6 +286,7 @@ def entry_points(x: Tensor, *others: Tensor | None) -> Any:
     return host()
 
 
+@functools.cache
 def _host() -> Any:
     """The host functions of CUDA devices."""
     from cute_kernels import hopper

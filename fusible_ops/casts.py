@@ -88,7 +88,7 @@ def cast(parameters: Sequence[Tensor], form: Hashable, records: bool, make: Call
 
 def forget(parameters: Sequence[Tensor]) -> None:
     """Drop what is kept of them: they are used as they are."""
-    if _kept and _kept.get(parameters[0]) is not None:
+    if _kept.data and _kept.get(parameters[0]) is not None:
         del _kept[parameters[0]]
 
 

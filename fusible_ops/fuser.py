@@ -6,205 +6,47 @@ Forward and backward walk over steps: an unfused basic op, or a fused operation 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import itertools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from cute_kernels import reference
 from cute_kernels.limits import dtype_name
-from cute_kernels.quantization.formats import Format
 from cute_kernels.target import Target
 from fusible_ops.autocast_mode import current_recipe
-from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from fusible_ops.call import Call, Step, autocast_dtype_on, owned, record, without_autocast
+from fusible_ops.op import FusedOperation, FusibleOperation, OperationContext
 from fusible_ops.parameters import Held
 from fusible_ops.quantized_tensor import QuantizedTensor
-from fusible_ops.ranges import shown
 from fusible_ops.recipe import Recipe
 from patterns import RULES, Chain, Plan, Rule, explain, plan
 
 ON_UNFUSED = ("allow", "warn", "error")
+_KIND = attrgetter("__class__", "dtype", "shape", "device")
+MOST_KNOWN = 2048
+"""Calls of different shapes, dtypes or devices that a run remembers as checked."""
 
 
-@dataclass(frozen=True)
-class _Step:
-    """`op` runs the basic ops of `span`. name: of the rule and its ops, or of the unfused op, for profilers. before,
-    after: the formats in which the steps around it quantise what it gives them, if they do.
-    """
-
-    op: BasicOperation | FusedOperation
-    span: slice
-    name: str
-    before: Format | None = None
-    after: Format | None = None
+def _kinds(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """All that checks read of the arguments, hashable; empty if an argument is no plain tensor of known shape."""
+    try:
+        kinds = tuple(map(_KIND, arguments))
+        hash(kinds)
+    except (AttributeError, TypeError):
+        return ()
+    return kinds
 
 
-class _Call:
-    """One forward of a run, and what its backward needs."""
-
-    def __init__(
-        self,
-        fuser: OperationFuser,
-        steps: Sequence[_Step],
-        held: list[Held],
-        extra_inputs: Sequence[Sequence[Tensor]],
-        kwargs: Sequence[dict[str, Any]],
-        autocast_dtype: torch.dtype | None,
-        recipe: Recipe | None,
-    ) -> None:
-        self.fuser, self.steps = fuser, steps
-        self.held, self.extra_inputs, self.kwargs = held, extra_inputs, kwargs
-        self.autocast_dtype, self.recipe = autocast_dtype, recipe
-        self.contexts: list[OperationContext] = []
-        self.trail_offsets: Tensor | None = None
-
-    def forward(self, x: Tensor, needs: tuple[bool, ...], recorded: bool) -> Tensor:
-        """needs: which of x, all parameters and all extra inputs require a gradient. recorded: whether there will be
-        a backward.
-        """
-        fuser = self.fuser
-        contexts = self.contexts = fuser.contexts(self.held, needs, recorded)
-        for ctx, held, source in zip(contexts, self.held, fuser.split_sources, strict=True):
-            ctx.held, ctx.autocast_dtype, ctx.recipe = held, self.autocast_dtype, self.recipe
-            ctx.split_sizes = self._splits(source)
-        x = _tokens_only(x, _offsets(self._splits(fuser.lead), x))
-        for step in self.steps:
-            span = step.span
-            with shown(step.name, "forward"):
-                x, _ = step.op.fuser_forward(
-                    contexts[span],
-                    x,
-                    basic_op_extra_inputs=self.extra_inputs[span],
-                    prev_op_grad_output_quantizer=step.before,
-                    next_op_input_quantizer=step.after,
-                    basic_op_kwargs=self.kwargs[span],
-                )
-        self.trail_offsets = _offsets(self._splits(fuser.trail), x)
-        return _tokens_only(x, self.trail_offsets)
-
-    def _splits(self, index: int | None) -> Tensor | None:
-        """The split sizes that basic op `index` was given."""
-        if index is None:
-            return None
-        return self.extra_inputs[index][self.fuser.basic_ops[index].split_sizes_slot]  # type: ignore[index]
-
-    def take_saved(self) -> list[Tensor | None]:
-        """What all ops asked to keep, in order; the call itself keeps nothing."""
-        saved: list[Tensor | None] = [self.trail_offsets]
-        self.counts = []
-        for ctx in self.contexts:
-            saved += ctx.to_save
-            self.counts.append(len(ctx.to_save))
-            ctx.to_save, ctx.split_sizes = (), None
-        self.extra_inputs, self.kwargs, self.trail_offsets = [], [], None
-        return saved
-
-    def backward(self, saved: Sequence[Tensor | None], grad: Tensor | None) -> list[Tensor | None]:
-        """Gradients of (x, all parameters, all extra inputs)."""
-        contexts = self.contexts
-        for op, ctx in zip(self.fuser.basic_ops, contexts, strict=True):
-            if ctx.requires_grad:
-                op.check_backward(ctx)
-            if ctx.unchanged is not None:
-                ctx.unchanged.check(ctx.owner)
-        if grad is not None:
-            grad = _tokens_only(grad, saved[0])
-        at = 1
-        for ctx, count in zip(contexts, self.counts, strict=True):
-            ctx.saved_tensors = tuple(saved[at : at + count])
-            at += count
-        param_grads: list[Sequence[Tensor | None]] = [[None] * len(held.parameters) for held in self.held]
-        extra_grads: list[Sequence[Tensor | None]] = [[None] * op.num_extra_inputs for op in self.fuser.basic_ops]
-        for step in reversed(self.steps):
-            own = contexts[step.span]
-            if grad is None or not any(ctx.requires_grad for ctx in own):
-                grad = None
-                break
-            with shown(step.name, "backward"):
-                grad, param_grads[step.span], extra_grads[step.span] = step.op.fuser_backward(
-                    own, grad, basic_op_grad_extra_outputs=[()] * len(own)
-                )
-            for ctx in own:
-                ctx.saved_tensors = ()
-        result = [grad]
-        for grads, held in zip(param_grads, self.held, strict=True):
-            if len(grads) != len(held.parameters):
-                raise RuntimeError(
-                    f"an op returned {len(grads)} parameter gradients, but it has {len(held.parameters)} parameters"
-                )
-            result += grads
-        for grads in extra_grads:
-            result += grads
-        return result
-
-
-def _offsets(split_sizes: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if split_sizes is None else reference.group_offsets(split_sizes, x.shape[:-1].numel())
-
-
-def _tokens_only(t: Tensor, offsets: Tensor | None) -> Tensor:
-    """t [..., C] with the rows past the last group exactly zero; t itself if there are no groups."""
-    if offsets is None or t.dim() == 0 or (rows := t.shape[:-1].numel()) == 0:
-        return t
-    return reference.tokens_only(t.reshape(rows, t.shape[-1]), offsets).view(t.shape)
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def _without_autocast(device: torch.device, active: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Ops choose their compute dtype themselves, so autocast (`active`) must not touch the products inside them."""
-    return _NOTHING if active is None else torch.autocast(device.type, enabled=False)
-
-
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype of an active autocast on this kind of device, else None."""
-    kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return None
-
-
-def _owned(y: Tensor, x: Tensor) -> Tensor:
-    """y as a result that the caller may change in place: no view, and no memory of x (a run of identities)."""
-    if y is x:
-        return y.clone()
-    if not y._is_view() or isinstance(y, QuantizedTensor):
-        return y
-    if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() != 0:
-        return y.clone()
-    return torch.ops.aten._unsafe_view(y, y.shape)
-
-
-class _Run(torch.autograd.Function):
-    """A `_Call` as one autograd node. Arguments after `call`: all parameters, then all extra inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: _Call, *tensors: Tensor) -> Tensor:
-        y = _owned(call.forward(x, ctx.needs_input_grad, True), x)
-        ctx.call = call
-        ctx.save_for_backward(*call.take_saved())
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "fusible_ops has no double backward: gradients cannot be taken with create_graph=True through these ops"
-            )
-        with _without_autocast(grad_output.device, _autocast_dtype(grad_output.device)):
-            dx, *rest = ctx.call.backward(ctx.saved_tensors, grad_output)
-        return dx, None, *rest
-
-
-_record = super(torch.autograd.Function, _Run).apply
-"""`_Run.apply` without its walk over all arguments for what functorch left behind; under functorch no run gets here."""
+def _refuse_transforms() -> NoReturn:
+    if torch.compiler.is_exporting():
+        raise RuntimeError("fusible_ops cannot be exported with torch.export")
+    raise RuntimeError("fusible_ops does not run under torch.func transforms (grad, vmap, jvp); use autograd")
 
 
 class OperationFuser:
@@ -234,7 +76,9 @@ class OperationFuser:
         self._titles = [
             f"{type(op).__name__} {op.name or name}".rstrip() for name, op in zip(self.names, self.ops, strict=True)
         ]
-        self._owners = [title for title, op in zip(self._titles, self.ops, strict=True) for _ in op.fusible_parts()]
+        owners = [title for title, op in zip(self._titles, self.ops, strict=True) for _ in op.fusible_parts()]
+        self._named = list(zip(self.basic_ops, owners, strict=True))
+        """Each basic op with what errors call it."""
         for op in self.basic_ops:
             if op.num_extra_outputs:
                 raise NotImplementedError(f"{type(op).__name__} has extra outputs, which are not supported")
@@ -248,8 +92,9 @@ class OperationFuser:
         """For each basic op the grouped linear whose splits say which of its rows are tokens, if there is one."""
         ends = list(itertools.accumulate((op.num_extra_inputs for op in self.basic_ops), initial=0))
         self._extra_spans = [slice(*ends_of_op) for ends_of_op in itertools.pairwise(ends)]
+        self._known: dict[Any, list[Step]] = {}
         self._contexts: dict[Any, list[OperationContext]] = {}
-        self._steps: dict[Any, list[_Step]] = {}
+        self._steps: dict[Any, list[Step]] = {}
         self._check_widths()
 
     def _check_widths(self) -> None:
@@ -280,20 +125,20 @@ class OperationFuser:
 
     def _build_steps(
         self, device: torch.device, autocast_dtype: torch.dtype | None, recipe: Recipe | None
-    ) -> list[_Step]:
+    ) -> list[Step]:
         made = self.plan(Target.of(device), autocast_dtype, recipe)
         if made.unfused and self.on_unfused != "allow":
             text = explain(made)
             if self.on_unfused == "error":
                 raise RuntimeError(f"some ops run unfused, and on_unfused='error':\n{text}")
             warnings.warn(f"some ops run unfused:\n{text}", stacklevel=7)  # the caller of the module
-        steps: list[_Step] = []
+        steps: list[Step] = []
         at = 0
         for planned in made.steps:
             parts = [part for op in self.ops[planned.start : planned.stop] for part in op.fusible_parts()]
             if planned.rule is not None:
                 name = f"{planned.rule.name} ({', '.join(self._titles[planned.start : planned.stop])})"
-                steps.append(_Step(_load(planned.rule.program)(parts), slice(at, at + len(parts)), name))
+                steps.append(Step(_load(planned.rule.program)(parts), slice(at, at + len(parts)), name))
             else:
                 steps += self._unfused(planned.start, planned.stop, at, recipe)
             at += len(parts)
@@ -303,18 +148,18 @@ class OperationFuser:
         after = [*[step.op.input_format(recipe) for step in steps[1:]], None]
         return [replace(step, before=b, after=a) for step, b, a in zip(steps, before, after, strict=False)]
 
-    def _unfused(self, start: int, stop: int, at: int, recipe: Recipe | None) -> list[_Step]:
+    def _unfused(self, start: int, stop: int, at: int, recipe: Recipe | None) -> list[Step]:
         """Steps of ops `start` to `stop`, the first of which is basic op `at`."""
         steps = []
         for op, title in zip(self.ops[start:stop], self._titles[start:stop], strict=True):
             quantizes = recipe is not None and op.quantized_program
             for runner in [_load(op.quantized_program)(op.fusible_parts())] if quantizes else op.unfused_steps():
                 count = len(runner.fusible_parts())
-                steps.append(_Step(runner, slice(at, at + count), f"unfused {title}"))
+                steps.append(Step(runner, slice(at, at + count), f"unfused {title}"))
                 at += count
         return steps
 
-    def steps(self, x: Tensor, autocast_dtype: torch.dtype | None, recipe: Recipe | None) -> list[_Step]:
+    def steps(self, x: Tensor, autocast_dtype: torch.dtype | None, recipe: Recipe | None) -> list[Step]:
         """The steps for an input like x; planned when first asked."""
         key = (x.device, autocast_dtype, recipe, *[op.weight_dtype for op in self._linears])
         steps = self._steps.get(key)
@@ -327,25 +172,37 @@ class OperationFuser:
     def __call__(
         self, x: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Sequence[dict[str, Any]] | None = None
     ) -> Tensor:
-        self._check_call(x, extra_inputs, basic_op_kwargs)
-        autocast_dtype, recipe = _autocast_dtype(x.device), current_recipe()
+        if torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting():
+            _refuse_transforms()
+        recipe = current_recipe()
         if recipe is None and isinstance(x, QuantizedTensor):
             x = x.dequantize()
-        held, extras = [], []
-        for op, owner, span in zip(self.basic_ops, self._owners, self._extra_spans, strict=True):
-            own = extra_inputs[span]
-            op.check_call(x, own, owner)
-            extras.append(own)
-            held.append(op.hold(owner))
-        kwargs = basic_op_kwargs or [{} for _ in self.basic_ops]
-        steps = self.steps(x, autocast_dtype, recipe)
-        call = _Call(self, steps, held, extras, kwargs, autocast_dtype, recipe)
-        parameters = [p for own in held for p in own.parameters]
-        with _without_autocast(x.device, autocast_dtype):
+        held = [op.hold(owner) for op, owner in self._named]
+        extras = [extra_inputs[span] for span in self._extra_spans]
+        autocast_dtype = autocast_dtype_on(x.device) if isinstance(x, Tensor) else None
+        kinds = _kinds((x, *extra_inputs))
+        known = (autocast_dtype, recipe, kinds, *[own.kind() for own in held])
+        steps = self._known.get(known) if kinds and not basic_op_kwargs else None
+        if steps is None:
+            self._check_call(x, extra_inputs, basic_op_kwargs)
+            for (op, owner), own in zip(self._named, extras, strict=True):
+                op.check_call(x, own, owner)
+            steps = self.steps(x, autocast_dtype, recipe)
+            if kinds:
+                self._remember(known, steps)
+        call = Call(self, steps, held, extras, basic_op_kwargs or [{} for _ in held], autocast_dtype, recipe)
+        with without_autocast(x.device, autocast_dtype):
+            parameters = itertools.chain.from_iterable([own.parameters for own in held])
             if torch.is_grad_enabled():
-                return _record(x, call, *parameters, *extra_inputs)
+                return record(x, call, *parameters, *extra_inputs)
             needs = (False, False, *[p.requires_grad for p in parameters], *[False] * len(extra_inputs))
-            return _owned(call.forward(x, needs, False), x)
+            return owned(call.forward(x, needs, False), x)
+
+    def _remember(self, known: Any, steps: list[Step]) -> None:
+        """A call like this one needs no checks."""
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        self._known[known] = steps
 
     def contexts(self, held: Sequence[Held], needs: tuple[bool, ...], recorded: bool) -> list[OperationContext]:
         """A context for each basic op. needs: which of x, one more argument, all parameters and all extra inputs
@@ -361,34 +218,26 @@ class OperationFuser:
         flags = iter(needs[2:])
         wants = [tuple(itertools.islice(flags, len(own.parameters))) for own in held]
         extra_wants = [tuple(itertools.islice(flags, op.num_extra_inputs)) for op in self.basic_ops]
-        for op, own, owner, flag in zip(self.basic_ops, held, self._owners, wants, strict=True):
+        for (op, owner), own, flag in zip(self._named, held, wants, strict=True):
             op.check_wants(own, flag, owner)
         flows = [any(a) or any(b) for a, b in zip(wants, extra_wants, strict=True)]
         first = 0 if needs[0] else flows.index(True) if True in flows else len(flows)
         first = first if recorded else len(flows)
         return [
-            OperationContext(i >= first, i > first or (i == first == 0 and needs[0]), owner, flag)
-            for i, (owner, flag) in enumerate(zip(self._owners, wants, strict=True))
+            OperationContext(i >= first, i > first or (i == first == 0 and needs[0]), owner, own, extra)
+            for i, ((_, owner), own, extra) in enumerate(zip(self._named, wants, extra_wants, strict=True))
         ]
 
     def _check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], kwargs: Sequence[dict[str, Any]] | None) -> None:
         if len(extra_inputs) != self.num_extra_inputs:
-            wants = [f"{owner}: {op.num_extra_inputs}" for op, owner in self._named() if op.num_extra_inputs]
+            wants = [f"{owner}: {op.num_extra_inputs}" for op, owner in self._named if op.num_extra_inputs]
             detail = f" ({', '.join(wants)})" if wants else ""
             raise ValueError(f"Expected {self.num_extra_inputs} extra inputs but got {len(extra_inputs)}{detail}")
         if not isinstance(x, Tensor):
             raise TypeError(f"the input must be a tensor, got {type(x).__name__}")
-        if torch._C._are_functorch_transforms_active():
-            raise RuntimeError("fusible_ops does not run under torch.func transforms (grad, vmap, jvp); use autograd")
-        if torch.compiler.is_exporting():
-            raise RuntimeError("fusible_ops cannot be exported with torch.export")
-        for (op, owner), given in zip(self._named(), kwargs or (), strict=bool(kwargs)):
+        for (op, owner), given in zip(self._named, kwargs or (), strict=bool(kwargs)):
             if op.known_kwargs is not None and (unknown := set(given) - set(op.known_kwargs)):
                 raise TypeError(f"{owner} takes no keyword argument {sorted(unknown)[0]!r}")
-
-    def _named(self) -> list[tuple[BasicOperation, str]]:
-        """Each basic op with what errors call it."""
-        return list(zip(self.basic_ops, self._owners, strict=True))
 
 
 def _load(program: str) -> type[FusedOperation]:

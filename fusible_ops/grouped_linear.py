@@ -17,16 +17,7 @@ from cute_kernels.limits import dtype_name
 from fusible_ops import checks
 from fusible_ops.autocast_mode import current_model_init
 from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
-from fusible_ops.parameters import (
-    Held,
-    Unchanged,
-    WeightGrad,
-    accumulate_main_grads,
-    as_bias,
-    as_operands,
-    main_grads,
-    pack_,
-)
+from fusible_ops.parameters import Held, Unchanged, WeightGrad, accumulate_main_grads, main_grads, pack_
 from fusible_ops.quantized_parameters import hold_quantized, new_values, pack_quantized_
 from fusible_ops.quantized_tensor import QuantizedTensor
 from patterns.chain import OpSpec
@@ -139,10 +130,16 @@ class GroupedLinear(BasicOperation):
     # -- parameters ------------------------------------------------------------------------------------------------
 
     def hold(self, owner: str) -> Held:
-        weights, biases = self.weight_parameters(), self.bias_parameters()
-        held = Held([*biases, *weights] if self._biases_first else [*weights, *biases], weights, biases)
-        # those that are packed are alike: the first speaks for all
-        checks.alike(owner, weights[: 1 if held.weights_packed else None], biases[: 1 if held.biases_packed else None])
+        weights = self._held(self._weight_keys)
+        if not self.has_bias:
+            held = Held(weights, weights, (), self.transposed_weight)
+        else:
+            biases = self._held(self._bias_keys)
+            parameters = [*biases, *weights] if self._biases_first else [*weights, *biases]
+            held = Held(parameters, weights, biases, self.transposed_weight)
+        if self.has_bias or not held.weights_packed:  # those that are packed are alike: the first speaks for all
+            first_of = slice(1 if held.weights_packed and held.biases_packed else None)
+            checks.alike(owner, held.weights[first_of], held.biases[first_of])
         return held
 
     def weight_parameters(self) -> list[Parameter]:
@@ -281,7 +278,7 @@ class GroupedLinear(BasicOperation):
         dtype = ctx.compute_dtype(self.weight_dtype)
         x = input_.reshape(-1, self.in_features).to(dtype)
         offsets = reference.group_offsets(extras[0], x.shape[0])
-        weights, bias = self.operands(ctx, dtype, ctx.requires_grad), self.bias_operand(ctx, dtype, ctx.requires_grad)
+        weights, bias = ctx.held.operands(dtype, ctx.requires_grad), ctx.held.bias(dtype, ctx.requires_grad)
         scales = extras[1].reshape(-1) if self.scale_bias else None
         y = reference.grouped_gemm(x, weights, offsets, bias, scales)
         if ctx.requires_grad:
@@ -310,15 +307,6 @@ class GroupedLinear(BasicOperation):
             dscales = reference.grouped_dscale(dy, bias, offsets).view(ctx.scales_shape)
         grads = self.parameter_grads(ctx, reference, dy, x, offsets, scales)
         return dx, [grads], [[None, dscales] if self.scale_bias else [None]]
-
-    def operands(self, ctx: OperationContext, dtype: torch.dtype, records: bool) -> list[Tensor]:
-        """The weights as kernels take them, [N, K]. records: whether gradients are recorded."""
-        operands = as_operands(ctx.held.weights, ctx.held.weights_packed, dtype, records)
-        return [w.mT for w in operands] if self.transposed_weight else operands
-
-    def bias_operand(self, ctx: OperationContext, dtype: torch.dtype, records: bool) -> Tensor | None:
-        """The bias as kernels take it, if there is one."""
-        return as_bias(ctx.held.biases, ctx.held.biases_packed, dtype, records) if self.has_bias else None
 
     def parameter_grads(
         self,

@@ -17,7 +17,7 @@ from cute_kernels.limits import dtype_name
 from fusible_ops import checks
 from fusible_ops.autocast_mode import current_model_init
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, ParamGrads
-from fusible_ops.parameters import Held, WeightGrad, accumulate_main_grads, as_bias, as_operands, main_grads
+from fusible_ops.parameters import Held, WeightGrad, accumulate_main_grads, main_grads
 from fusible_ops.quantized_parameters import hold_quantized, new_values
 from patterns.chain import OpSpec
 
@@ -128,16 +128,16 @@ class BasicLinear(BasicOperation):
     def op_forward(self, ctx: OperationContext, input_: Tensor, **_: Any) -> Tensor:
         return self.product(ctx, input_, None)
 
-    def product(self, ctx: OperationContext, input_: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ (+ b, before the one rounding). bias: the parameter."""
+    def product(self, ctx: OperationContext, input_: Tensor, bias: Held | None) -> Tensor:
+        """x Wᵀ (+ b, before the one rounding)."""
         self.check_input(input_, ctx.owner)
         dtype = ctx.compute_dtype(self.weight.dtype)
-        (weight,) = as_operands(ctx.held.weights, True, dtype, ctx.requires_grad)
-        x, weight = input_.to(dtype), weight[0]
+        x, weight = input_.to(dtype), ctx.held.operands(dtype, ctx.requires_grad)[0][0]
         if ctx.requires_grad:
             ctx.dtype = dtype
             ctx.save_for_backward(x if ctx.wants[0] else None, weight if ctx.input_requires_grad else None)
-        return F.linear(x, weight, None if bias is None else as_bias([bias], True, dtype, ctx.requires_grad)[0])
+        b = None if bias is None else bias.bias(dtype, ctx.requires_grad)
+        return F.linear(x, weight, b if b is None else b[0])
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
         x, weight = ctx.saved_tensors
@@ -198,11 +198,15 @@ class Bias(BasicOperation):
     def output_width(self, incoming: int | None) -> int | None:
         return self.size
 
+    def hold(self, owner: str) -> Held:
+        return Held([self.bias], (), [self.bias])
+
     def op_forward(self, ctx: OperationContext, input_: Tensor, **_: Any) -> Tensor:
         checks.float_input(ctx.owner, input_)
         checks.last_dimension(ctx.owner, input_, self.size)
         checks.same_device(ctx.owner, "the input", input_, self.bias.device)
-        return input_ + as_bias([self.bias], True, ctx.compute_dtype(self.bias.dtype), ctx.requires_grad)[0]
+        (bias,) = ctx.held.bias(ctx.compute_dtype(self.bias.dtype), ctx.requires_grad)  # type: ignore[misc]
+        return input_ + bias
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
         db = grad_output.reshape(-1, self.size).sum(0) if ctx.wants[0] else None
@@ -222,7 +226,7 @@ class DenseLinear(FusedOperation):
     def fuser_forward(
         self, basic_op_ctxs: list[OperationContext], input_: Tensor, **_: Any
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
-        return self._linear.product(basic_op_ctxs[0], input_, self._bias.bias), [(), ()]
+        return self._linear.product(basic_op_ctxs[0], input_, basic_op_ctxs[1].held), [(), ()]
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cute_kernels.quantization.formats import Format
 from fusible_ops import autocast_mode
 from fusible_ops.delayed_scaling import DelayedScales, loaded_scales, saved_scales
-from fusible_ops.parameters import Held, Unchanged, parameters_of
+from fusible_ops.parameters import NOTHING_HELD, Held, Unchanged, parameters_of
 from fusible_ops.quantizer import Quantizer
 from fusible_ops.recipe import DelayedScaling, Recipe
 from patterns.chain import OpSpec
@@ -32,8 +32,8 @@ class OperationContext:
     None. owner: how errors call the op.
     split_sizes: those of the grouped linear before this op in the run (for the first ops: after them), if there is one;
     rows past their sum are no tokens. held: the op's parameters as forward finds them. wants: which of them required a
-    gradient at forward, in their order. unchanged: parameters that backward reads; it raises before anything runs if
-    one was changed in place.
+    gradient at forward, in their order; extra_wants: which extra inputs did. unchanged: parameters that backward reads;
+    it raises before anything runs if one was changed in place.
     Any further attribute may be attached; tensors go through `save_for_backward` and are in `saved_tensors` during
     backward.
     """
@@ -52,11 +52,13 @@ class OperationContext:
         input_requires_grad: bool = False,
         owner: str = "",
         wants: tuple[bool, ...] = (),
+        extra_wants: tuple[bool, ...] = (),
     ) -> None:
         self.requires_grad = requires_grad
         self.input_requires_grad = input_requires_grad
         self.owner = owner
         self.wants = wants
+        self.extra_wants = extra_wants
 
     def copy(self) -> OperationContext:
         """Another context with the same attributes."""
@@ -164,12 +166,13 @@ class BasicOperation(FusibleOperation):
 
     def hold(self, owner: str) -> Held:
         """The parameters as they are now. Raises for those that this op cannot take. owner: how the error calls it."""
-        return Held(parameters_of(self))
+        return Held(parameters_of(self)) if self._parameters or self._modules else NOTHING_HELD
 
     def check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], owner: str) -> None:
         """Raise for extra inputs that this op cannot take; called for all ops before any runs.
 
-        x: the input of the run, which has the rows. owner: how the error calls this op. Must not ask the device.
+        x: the input of the run, which has the rows. owner: how the error calls this op. It may read types, dtypes,
+        shapes and devices, those of parameters too: for the same ones it is not asked again.
         """
 
     def check_wants(self, held: Held, wants: Sequence[bool], owner: str) -> None:

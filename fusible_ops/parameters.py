@@ -29,6 +29,7 @@ def parameters_of(op: nn.Module) -> list[Parameter]:
 
 
 _KIND = attrgetter("dtype", "shape")
+_PLACE = attrgetter("dtype", "device")
 _VERSION = attrgetter("_version")
 
 
@@ -49,19 +50,68 @@ def are_packed(tensors: Sequence[Tensor]) -> bool:
 
 
 class Held:
-    """The parameters of one op as a call finds them: `weights` and `biases`, and whether each are packed.
+    """The parameters of one op as a call finds them, and as kernels take them.
 
-    parameters: all, in the order in which backward returns gradients.
+    parameters: all, in the order in which backward returns gradients. weights, biases: those of a linear.
+    transposed: weights are stored [K, N].
     """
 
-    __slots__ = ("biases", "biases_packed", "parameters", "weights", "weights_packed")
+    __slots__ = ("biases", "biases_packed", "parameters", "transposed", "weights", "weights_packed")
 
     def __init__(
-        self, parameters: list[Parameter], weights: Sequence[Parameter] = (), biases: Sequence[Parameter] = ()
+        self,
+        parameters: Sequence[Parameter],
+        weights: Sequence[Parameter] = (),
+        biases: Sequence[Parameter] = (),
+        transposed: bool = False,
     ) -> None:
-        self.parameters, self.weights, self.biases = parameters, weights, biases
-        self.weights_packed = bool(weights) and are_packed(weights)
-        self.biases_packed = bool(biases) and are_packed(biases)
+        self.parameters, self.weights, self.biases, self.transposed = parameters, weights, biases, transposed
+        self.weights_packed = not weights or are_packed(weights)
+        self.biases_packed = not biases or are_packed(biases)
+
+    def kind(self) -> object:
+        """Dtype and device of the parameters, hashable; if they agree in both, those of the first."""
+        return _PLACE(self.weights[0]) if self.weights else tuple(map(_PLACE, self.parameters))
+
+    def operands(self, dtype: torch.dtype, records: bool) -> list[Tensor]:
+        """The weights, [N, K]: `[one stacked tensor]`, or the separate tensors if they are not packed.
+
+        A dtype that differs from the weights' (autocast) costs one stacked cast, kept as `casts` says; tensors too far
+        apart for the kernels are stacked; quantised ones are dequantised. records: whether gradients are recorded.
+        """
+        stored = self._stored_weights(dtype, records)
+        return [w.mT for w in stored] if self.transposed else stored
+
+    def _stored_weights(self, dtype: torch.dtype, records: bool) -> list[Tensor]:
+        weights = self.weights
+        if isinstance(weights[0], QuantizedTensor):
+            values = [p.dequantize(dtype) for p in weights if isinstance(p, QuantizedTensor)]
+            return values if values[0].dim() == 3 else [torch.stack(values)]
+        if weights[0].dtype is not dtype:
+            return casts.cast(weights, dtype, records, lambda: [_cast(weights, self.weights_packed, 3, dtype)])
+        casts.forget(weights)
+        if self.weights_packed or len(weights) == 1:
+            return [_readable(_whole(weights, 3))]
+        separate = [_readable(p.detach()) for p in weights]
+        places = [t.data_ptr() for t in separate]
+        if max(places) - min(places) > SEPARATE_SPAN_BYTES:
+            return [torch.stack(separate)]
+        return separate
+
+    def bias(self, dtype: torch.dtype, records: bool) -> Tensor | None:
+        """The biases as one `[G, N]` tensor, None if there are none; stacks them only if they are not packed."""
+        biases = self.biases
+        if not biases:
+            return None
+        if biases[0].dtype is not dtype:
+            return casts.cast(biases, dtype, records, lambda: [_cast(biases, self.biases_packed, 2, dtype)])[0]
+        casts.forget(biases)
+        if self.biases_packed or len(biases) == 1:
+            return _whole(biases, 2)
+        return torch.stack([p.detach() for p in biases])
+
+
+NOTHING_HELD = Held(())
 
 
 def pack_(parameters: Sequence[Parameter]) -> None:
@@ -76,37 +126,6 @@ def pack_(parameters: Sequence[Parameter]) -> None:
         for p, place in zip(parameters, buffer, strict=True):
             place.copy_(p)
             p.data = place
-
-
-def as_operands(parameters: Sequence[Tensor], packed: bool, dtype: torch.dtype, records: bool) -> list[Tensor]:
-    """The parameters as kernels take them: `[one stacked tensor]`, or the separate tensors if they are not packed.
-
-    A dtype that differs from the parameters' (autocast) costs one stacked cast, kept as `casts` says; tensors too far
-    apart for the kernels are stacked; quantised ones are dequantised. records: whether gradients are recorded.
-    """
-    if isinstance(parameters[0], QuantizedTensor):
-        values = [p.dequantize(dtype) for p in parameters if isinstance(p, QuantizedTensor)]
-        return values if values[0].dim() == 3 else [torch.stack(values)]
-    if parameters[0].dtype is not dtype:
-        return casts.cast(parameters, dtype, records, lambda: [_cast(parameters, packed, 3, dtype)])
-    casts.forget(parameters)
-    if packed or len(parameters) == 1:
-        return [_readable(_whole(parameters, 3))]
-    separate = [_readable(p.detach()) for p in parameters]
-    places = [t.data_ptr() for t in separate]
-    if max(places) - min(places) > SEPARATE_SPAN_BYTES:
-        return [torch.stack(separate)]
-    return separate
-
-
-def as_bias(parameters: Sequence[Tensor], packed: bool, dtype: torch.dtype, records: bool) -> Tensor:
-    """The bias parameters as one `[G, N]` tensor; stacks them only if they are not packed. records: as above."""
-    if parameters[0].dtype is not dtype:
-        return casts.cast(parameters, dtype, records, lambda: [_cast(parameters, packed, 2, dtype)])[0]
-    casts.forget(parameters)
-    if packed or len(parameters) == 1:
-        return _whole(parameters, 2)
-    return torch.stack([p.detach() for p in parameters])
 
 
 def _whole(parameters: Sequence[Tensor], dims: int) -> Tensor:

@@ -71,7 +71,7 @@ class QuantizedLinear(FusedOperation):
         if records:
             ctx.input_shape, ctx.dtype, ctx.override = input_.shape, dtype, override
             ctx.splits, ctx.version = groups.splits, groups.version
-            ctx.scales_shape = scales.shape if scales is not None and scales.requires_grad else None
+            ctx.scales_shape = scales.shape if scales is not None and self.fc.wants_dscales(basic_op_ctxs) else None
             if override is None:
                 ctx.grad_quantizer = op.quantizer(recipe, "grad_output", device)
             if passes and (override is not None or isinstance(ctx.held.weights[0], QuantizedTensor)):
@@ -80,7 +80,7 @@ class QuantizedLinear(FusedOperation):
             w_kept: Sequence[Tensor] = ()
             if override == "high_precision":
                 x_kept = [as_rows(_plain(input_, dtype), dtype)] if trains else ()
-                w_kept = self.fc.operands(basic_op_ctxs, dtype, records) if passes else ()
+                w_kept = ctx.held.operands(dtype, records) if passes else ()
             else:
                 copies = (False, True) if override is None else (True, False)
                 if trains:
@@ -97,7 +97,7 @@ class QuantizedLinear(FusedOperation):
         ctx = basic_op_ctxs[0]
         offsets, rows, bias, *operands = ctx.saved_tensors
         x_kept, w_kept = operands[: ctx.num_x], operands[ctx.num_x :]
-        grads, extra_grads = no_grads(self.parts, basic_op_ctxs)
+        grads, extra_grads = no_grads(basic_op_ctxs)
         plain = _plain(grad_output, ctx.dtype).reshape(-1, self.fc.out_features)
         if ctx.scales_shape is not None:
             extra_grads[0] = [None, viewed(reference.grouped_dscale(plain, bias, offsets), ctx.scales_shape)]

@@ -51,6 +51,7 @@ class Sequential(nn.Module):
         self.rules = check_rules(rules)
         self.on_unfused = on_unfused
         self._module_groups: list[Group] | None = None
+        self._num_extra_inputs = 0  # of all groups together; known once they are made
         if len(modules) == 1 and isinstance(modules[0], Mapping):
             for name, module in modules[0].items():
                 self.add_module(name, module)
@@ -171,16 +172,20 @@ class Sequential(nn.Module):
     def groups(self) -> list[Group]:
         """The runs and modules in order; made when first asked and after every change."""
         if self._module_groups is None:
-            self._module_groups = self._make_module_groups()
+            groups = self._make_module_groups()
+            self._num_extra_inputs = sum(
+                group.num_extra_inputs for group in groups if isinstance(group, OperationFuser)
+            )
+            self._module_groups = groups
         return self._module_groups
 
     def forward(
         self, x: Tensor, *extra_inputs: Tensor, op_kwargs: Mapping[int | nn.Module, dict[str, Any]] | None = None
     ) -> Tensor:
         groups = self.groups()
-        wanted = sum(group.num_extra_inputs for group in groups if isinstance(group, OperationFuser))
-        if len(extra_inputs) != wanted:
-            raise ValueError(f"Expected {wanted} extra inputs but got {len(extra_inputs)}; {self._slots()}")
+        if len(extra_inputs) != self._num_extra_inputs:
+            counts = f"Expected {self._num_extra_inputs} extra inputs but got {len(extra_inputs)}"
+            raise ValueError(f"{counts}; {self._slots()}")
         kwargs = self._resolve_kwargs(op_kwargs) if op_kwargs else {}
         at = 0
         for group in groups:

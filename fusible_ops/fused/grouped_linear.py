@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from cute_kernels.ops import entry_points
-from fusible_ops.activations import ScaledActivation
 from fusible_ops.fused.parts import (
     activation_at,
     as_rows,
@@ -20,6 +19,7 @@ from fusible_ops.fused.parts import (
     viewed,
 )
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
+from fusible_ops.parameters import Unchanged
 
 
 class FusedGroupedLinear(FusedOperation):
@@ -44,7 +44,7 @@ class FusedGroupedLinear(FusedOperation):
         dtype = ctx.compute_dtype(self.fc.weight_dtype)
         x, scales = as_rows(input_, dtype), self.fc.scales(extras)
         needs_grad = basic_op_ctxs[-1].requires_grad
-        weights = self.fc.operands(basic_op_ctxs, dtype, needs_grad)
+        weights = ctx.held.operands(dtype, needs_grad)
         bias = self.fc.bias(basic_op_ctxs, dtype, needs_grad)
         rows = row_factor(scales, dtype)
         kernels = entry_points(x, self.fc.split_sizes(extras), rows, *weights)
@@ -52,10 +52,10 @@ class FusedGroupedLinear(FusedOperation):
         y = kernels.grouped_gemm(x, weights, offsets, bias, rows)
         if needs_grad:
             ctx.input_shape, ctx.dtype = input_.shape, dtype
-            ctx.unchanged = self.fc.unchanged(basic_op_ctxs) if ctx.input_requires_grad else None
-            ctx.scales_shape = scales.shape if scales is not None and scales.requires_grad else None
+            ctx.unchanged = Unchanged(ctx.held.weights) if ctx.input_requires_grad else None
+            ctx.scales_shape = None if scales is None else scales.shape
             kept_x = x if ctx.wants[0] else None
-            kept_bias = bias if ctx.scales_shape is not None else None
+            kept_bias = bias if self.fc.wants_dscales(basic_op_ctxs) else None
             ctx.save_for_backward(kept_x, offsets, rows, kept_bias, *(weights if ctx.input_requires_grad else ()))
         return like_rows_of(y, input_), [()] * len(basic_op_ctxs)
 
@@ -64,11 +64,11 @@ class FusedGroupedLinear(FusedOperation):
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
         x, offsets, rows, bias, *weights = ctx.saved_tensors
-        grads, extra_grads = no_grads(self.fusible_parts(), basic_op_ctxs)
+        grads, extra_grads = no_grads(basic_op_ctxs)
         dy = as_rows(grad_output, ctx.dtype).contiguous()
         kernels = entry_points(dy, offsets, rows, *weights)
         self.fc.put_grads(basic_op_ctxs, grads, kernels, dy, x, offsets, scales=rows)
-        if ctx.scales_shape is not None:
+        if self.fc.wants_dscales(basic_op_ctxs):
             extra_grads[0] = [None, viewed(kernels.grouped_dscale(dy, bias, offsets), ctx.scales_shape)]
         dx = None
         if ctx.input_requires_grad:
@@ -85,8 +85,8 @@ class GroupedLinearActivation(FusedOperation):
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
         super().__init__(basic_ops)
         ops = self.fusible_parts()
-        self.fc, self.act_at = linear_at(ops, 0)
-        self.act = activation_at(ops, self.act_at)
+        self.fc, at = linear_at(ops, 0)
+        self.act = activation_at(ops, at)
 
     def fuser_forward(
         self,
@@ -98,22 +98,22 @@ class GroupedLinearActivation(FusedOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs
         self.fc.op.check_input(input_, ctx.owner)
-        probs = extras[self.act_at][0] if isinstance(self.act, ScaledActivation) else None
+        probs = self.act.probs(extras)
         dtype = ctx.compute_dtype(self.fc.weight_dtype)
         needs_grad = basic_op_ctxs[-1].requires_grad
-        x, weights = as_rows(input_, dtype), self.fc.operands(basic_op_ctxs, dtype, needs_grad)
+        x, weights = as_rows(input_, dtype), ctx.held.operands(dtype, needs_grad)
         bias = self.fc.bias(basic_op_ctxs, dtype, needs_grad)
         rows = row_factor(probs, dtype)
         kernels = entry_points(x, self.fc.split_sizes(extras), rows, *weights)
         offsets = self.fc.offsets(kernels, x.shape[0], extras)
         if self.fc.covers_all_rows:
-            rows = probs_of_tokens(rows, basic_op_ctxs[self.act_at])
-        activation, block = self.act.activation, self.act.glu_interleave
+            rows = probs_of_tokens(rows, basic_op_ctxs[self.act.at])
+        activation, block = self.act.op.activation, self.act.op.glu_interleave
         y, preact = kernels.grouped_gemm_act(x, weights, offsets, activation, bias, rows, block, save_preact=needs_grad)
         if needs_grad:
             ctx.input_shape, ctx.dtype = input_.shape, dtype
-            ctx.unchanged = self.fc.unchanged(basic_op_ctxs) if ctx.input_requires_grad else None
-            ctx.probs_shape = probs.shape if probs is not None and probs.requires_grad else None
+            ctx.unchanged = Unchanged(ctx.held.weights) if ctx.input_requires_grad else None
+            ctx.probs_shape = None if probs is None else probs.shape
             kept = weights if ctx.input_requires_grad else ()
             ctx.save_for_backward(x if ctx.wants[0] else None, preact, offsets, rows, *kept)
         return like_rows_of(y, input_), [()] * len(basic_op_ctxs)
@@ -123,16 +123,16 @@ class GroupedLinearActivation(FusedOperation):
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
         x, preact, offsets, rows, *weights = ctx.saved_tensors
-        grads, extra_grads = no_grads(self.fusible_parts(), basic_op_ctxs)
+        grads, extra_grads = no_grads(basic_op_ctxs)
         dy = as_rows(grad_output, ctx.dtype).contiguous()
         kernels = entry_points(dy, preact, offsets, rows, *weights)
         dpreact, dprobs = kernels.dact(
-            dy, preact, offsets, rows, self.act.activation, need_dprobs=ctx.probs_shape is not None
+            dy, preact, offsets, rows, self.act.op.activation, need_dprobs=self.act.wants_dprobs(basic_op_ctxs)
         )
-        block = self.act.glu_interleave
+        block = self.act.op.glu_interleave
         self.fc.put_grads(basic_op_ctxs, grads, kernels, dpreact, x, offsets, glu_interleave=block)
         if dprobs is not None:
-            extra_grads[self.act_at] = [viewed(dprobs, ctx.probs_shape)]
+            extra_grads[self.act.at] = [viewed(dprobs, ctx.probs_shape)]
         dx = None
         if ctx.input_requires_grad:
             dx = viewed(kernels.grouped_gemm_dgrad(dpreact, weights, offsets, block), ctx.input_shape)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from fusible_ops.activations import ActivationOperation
+from fusible_ops.activations import ActivationOperation, ScaledActivation
 from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.linear import BasicLinear, Bias
 from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
-from fusible_ops.parameters import Unchanged, WeightGrad, accumulate_main_grads, as_bias, as_operands
+from fusible_ops.parameters import WeightGrad, accumulate_main_grads
 from fusible_ops.quantized_parameters import as_quantized
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.quantizer import Quantizer
@@ -75,24 +75,22 @@ class GroupedPart:
     def split_sizes(self, extras: Extras) -> Tensor | None:
         return extras[self.at][0]
 
-    def operands(self, ctxs: Contexts, dtype: torch.dtype, records: bool) -> list[Tensor]:
-        return self.op.operands(ctxs[self.at], dtype, records)
-
     def quantized(self, ctxs: Contexts, quantizer: Quantizer, columnwise: bool, records: bool) -> QuantizedTensor:
-        weights = ctxs[self.at].held.weights
-        return as_quantized(weights, quantizer, columnwise, records, self.op.transposed_weight)
-
-    def unchanged(self, ctxs: Contexts) -> Unchanged:
-        return Unchanged(ctxs[self.at].held.weights)
+        held = ctxs[self.at].held
+        return as_quantized(held.weights, quantizer, columnwise, records, held.transposed)
 
     def bias(self, ctxs: Contexts, dtype: torch.dtype, records: bool) -> Tensor | None:
-        return self.op.bias_operand(ctxs[self.at], dtype, records)
+        return ctxs[self.at].held.bias(dtype, records) if self.op.has_bias else None
 
     def wants_dbias(self, ctxs: Contexts) -> bool:
         return self.op.has_bias and ctxs[self.at].wants[0]
 
     def scales(self, extras: Extras) -> Tensor | None:
         return extras[self.at][1] if self.op.scale_bias else None
+
+    def wants_dscales(self, ctxs: Contexts) -> bool:
+        """Whether the scales required a gradient at forward."""
+        return self.op.scale_bias and ctxs[self.at].extra_wants[1]
 
     def put_grads(
         self,
@@ -129,23 +127,20 @@ class DensePart:
     def split_sizes(self, extras: Extras) -> Tensor | None:
         return None
 
-    def operands(self, ctxs: Contexts, dtype: torch.dtype, records: bool) -> list[Tensor]:
-        return as_operands(ctxs[self.at].held.weights, True, dtype, records)
-
     def quantized(self, ctxs: Contexts, quantizer: Quantizer, columnwise: bool, records: bool) -> QuantizedTensor:
         return as_quantized(ctxs[self.at].held.weights, quantizer, columnwise, records)
 
-    def unchanged(self, ctxs: Contexts) -> Unchanged:
-        return Unchanged(ctxs[self.at].held.weights)
-
     def bias(self, ctxs: Contexts, dtype: torch.dtype, records: bool) -> Tensor | None:
-        return None if self.bias_op is None else as_bias([self.bias_op.bias], True, dtype, records)
+        return None if self.bias_op is None else ctxs[self.at + 1].held.bias(dtype, records)
 
     def wants_dbias(self, ctxs: Contexts) -> bool:
         return self.bias_op is not None and ctxs[self.at + 1].wants[0]
 
     def scales(self, extras: Extras) -> Tensor | None:
         return None
+
+    def wants_dscales(self, ctxs: Contexts) -> bool:
+        return False
 
     def put_grads(
         self,
@@ -171,6 +166,21 @@ class DensePart:
             grads[self.at + 1] = [db.to(self.bias_op.bias.dtype).squeeze(0)]
 
 
+class ActivationPart:
+    """An activation at position `at`."""
+
+    def __init__(self, op: ActivationOperation, at: int) -> None:
+        self.op, self.at = op, at
+        self.is_scaled = isinstance(op, ScaledActivation)
+
+    def probs(self, extras: Extras) -> Tensor | None:
+        return extras[self.at][0] if self.is_scaled else None
+
+    def wants_dprobs(self, ctxs: Contexts) -> bool:
+        """Whether the probs required a gradient at forward."""
+        return self.is_scaled and ctxs[self.at].extra_wants[0]
+
+
 LinearPart = GroupedPart | DensePart
 
 
@@ -186,14 +196,14 @@ def linear_at(ops: Sequence[BasicOperation], at: int) -> tuple[LinearPart, int]:
     raise TypeError(f"expected GroupedLinear or BasicLinear at position {at}, got {type(op).__name__}")
 
 
-def activation_at(ops: Sequence[BasicOperation], at: int) -> ActivationOperation:
+def activation_at(ops: Sequence[BasicOperation], at: int) -> ActivationPart:
     """The activation at position `at`."""
     op = ops[at]
     if not isinstance(op, ActivationOperation):
         raise TypeError(f"expected an activation at position {at}, got {type(op).__name__}")
-    return op
+    return ActivationPart(op, at)
 
 
-def no_grads(ops: Sequence[BasicOperation], ctxs: Contexts) -> tuple[list[ParamGrads], list[ParamGrads]]:
+def no_grads(ctxs: Contexts) -> tuple[list[ParamGrads], list[ParamGrads]]:
     """Empty places for the gradients of all parameters, and of all extra inputs."""
-    return [[None] * len(ctx.wants) for ctx in ctxs], [[None] * op.num_extra_inputs for op in ops]
+    return [[None] * len(ctx.wants) for ctx in ctxs], [[None] * len(ctx.extra_wants) for ctx in ctxs]

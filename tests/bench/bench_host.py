@@ -2,8 +2,10 @@
 
     python -m tests.bench.bench_host
 
-Host time: one eager layer call at H = I = 128, T = 64, so that the device never makes the host wait; microseconds,
-median of 200. The floor is an autograd function with the same number of parameters that does nothing.
+Host time: one eager layer call at H = I = 128, T = 64, with autograd; microseconds, medians, twice: with the device
+idle before each call, and of 20 calls in a row. The floor is an autograd function with the same inputs that returns
+empty gradients. The split by cause times apart what a call is made of: the floor, the allocation of its results, and
+its launches again with the arguments it gave; what is left is the Python of this library.
 Launches: kernels, copies and memsets that the profiler counts for one forward and one backward.
 Unused rows: a buffer of 32768 rows of which 2048 belong to groups, against one of 2048 rows.
 """
@@ -13,15 +15,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import fusible_ops as ops
+from cute_kernels import launch
 from tests.bench.timing import medians
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
+HIDDEN = INTERMEDIATE = 128
+ROWS = 64
+IN_A_ROW = 20
 
 
 def make_mlp(groups: int, hidden: int, intermediate: int, stacked: bool) -> ops.Sequential:
@@ -36,56 +43,134 @@ def make_mlp(groups: int, hidden: int, intermediate: int, stacked: bool) -> ops.
 
 
 class Nothing(torch.autograd.Function):
-    """Takes parameters and returns zero gradients for them: what autograd itself costs."""
+    """Takes what the layer takes and returns empty gradients: what autograd itself costs."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, grads: list[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.grads = grads
-        return x.clone()
+    def forward(ctx, x: Tensor, shapes: list[tuple[int, ...]], stacked: bool, *others: Tensor) -> Tensor:
+        ctx.shapes, ctx.stacked = shapes, stacked
+        return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return dy, None, *ctx.grads[0].unbind(0), *ctx.grads[1].unbind(0)
+        grads = [torch.empty(shape, **BF16) for shape in ctx.shapes]
+        grads = grads if ctx.stacked else [g for grad in grads for g in grad.unbind(0)]
+        return dy, None, None, *grads, None, dy[:, 0].float(), None
 
 
-def host_microseconds(
-    forward: Callable[[], Tensor], parameters: list[Tensor], rounds: int = 200
-) -> tuple[float, float]:
-    """(forward, backward) host time in microseconds, medians; gradients are dropped between rounds."""
+def host_microseconds(forward: Callable[[], Tensor], leaves: list[Tensor], in_a_row: int) -> tuple[float, float]:
+    """(forward, backward) host time of a call in microseconds: medians over rounds that begin with an idle device.
+
+    in_a_row: calls in a round. All forwards of a round come before its backwards; gradients are dropped before it.
+    """
     times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds):
-        for p in parameters:
-            p.grad = None
+    for _ in range(200 // in_a_row + 10):
+        for leaf in leaves:
+            leaf.grad = None
         torch.cuda.synchronize()
         start = time.perf_counter()
-        y = forward()
+        results = [forward() for _ in range(in_a_row)]
         middle = time.perf_counter()
-        y.backward(y.detach())
-        end = time.perf_counter()
-        times[0].append(middle - start)
-        times[1].append(end - middle)
+        grad = torch.empty_like(results[0])
+        torch.cuda.synchronize()
+        again = time.perf_counter()
+        for y in results:
+            y.backward(grad)
+        times[0].append((middle - start) / in_a_row)
+        times[1].append((time.perf_counter() - again) / in_a_row)
     return statistics.median(times[0]) * 1e6, statistics.median(times[1]) * 1e6
 
 
+def repeated(call: Callable[[], object]) -> float:
+    """Microseconds of a call that leaves the device behind: the median of rounds of 20 in a row."""
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(IN_A_ROW):
+            call()
+        times.append((time.perf_counter() - start) / IN_A_ROW)
+    return statistics.median(times) * 1e6
+
+
+def captured_launches(run: Callable[[], object]) -> list[Callable[[], object]]:
+    """Every kernel launch of `run`, to be made again with the same arguments."""
+    found: list[Callable[[], object]] = []
+    real = launch.kernel
+
+    def kernel(module: str, options: object, arch: str) -> Callable[..., None]:
+        function = real(module, options, arch)
+
+        def call(*arguments: object) -> None:
+            found.append(lambda: function(*arguments))
+            function(*arguments)
+
+        return call
+
+    with mock.patch.object(launch, "kernel", kernel):
+        run()
+    return found
+
+
+def layer(groups: int, stacked: bool) -> tuple[Callable[[], Tensor], Callable[[], Tensor], list[Tensor]]:
+    """(forward of the layer, forward of the floor, leaves that get gradients)."""
+    splits = torch.zeros(groups, dtype=torch.int32, device="cuda")
+    splits[: min(groups, ROWS)] = ROWS // min(groups, ROWS)
+    x = torch.randn(ROWS, HIDDEN, **BF16, requires_grad=True)
+    probs = torch.rand(ROWS, device="cuda", requires_grad=True)
+    mlp = make_mlp(groups, HIDDEN, INTERMEDIATE, stacked)
+    parameters = list(mlp.parameters())
+    shapes = [(groups, 2 * INTERMEDIATE, HIDDEN), (groups, HIDDEN, INTERMEDIATE)]
+
+    def forward() -> Tensor:
+        return mlp(x, splits, probs, splits)
+
+    def floor() -> Tensor:
+        return Nothing.apply(x, shapes, stacked, *parameters, splits, probs, splits)
+
+    return forward, floor, [x, probs, *parameters]
+
+
 def bench_host_time() -> None:
-    hidden, rows = 128, 64
     for groups in (8, 64, 256):
-        splits = torch.zeros(groups, dtype=torch.int32, device="cuda")
-        splits[: min(groups, rows)] = rows // min(groups, rows)
-        x = torch.randn(rows, hidden, **BF16, requires_grad=True)
-        probs = torch.rand(rows, device="cuda", requires_grad=True)
         for stacked in (True, False):
-            mlp = make_mlp(groups, hidden, hidden, stacked)
-            parameters = list(mlp.parameters())
-            took = host_microseconds(lambda: mlp(x, splits, probs, splits), parameters)  # noqa: B023
-            name = "stacked" if stacked else "discrete"
-            print(
-                f"G={groups:3d} {name:8s} weights   forward {took[0]:6.0f} us   backward {took[1]:6.0f} us", flush=True
-            )
-            if not stacked:
-                grads = [torch.zeros(groups, n, hidden, **BF16) for n in (2 * hidden, hidden)]
-                floor = host_microseconds(lambda: Nothing.apply(x, grads, *parameters), parameters)  # noqa: B023
-                print(f"G={groups:3d} autograd's own floor forward {floor[0]:6.0f} us   backward {floor[1]:6.0f} us")
+            forward, floor, leaves = layer(groups, stacked)
+            kind = "stacked" if stacked else "discrete"
+            for name, call in ((f"{kind} weights", forward), (f"{kind} floor", floor)):
+                idle, row = host_microseconds(call, leaves, 1), host_microseconds(call, leaves, IN_A_ROW)
+                print(
+                    f"G={groups:3d} {name:16s}  idle device: forward {idle[0]:5.0f}, backward {idle[1]:5.0f} us   "
+                    f"20 in a row: {row[0]:5.0f}, {row[1]:5.0f} us",
+                    flush=True,
+                )
+
+
+def bench_causes() -> None:
+    """One call with 64 stacked weights, 20 in a row, split by cause."""
+    forward, floor, leaves = layer(64, stacked=True)
+    x, rows = leaves[0], ROWS
+
+    def results_of_forward() -> list[Tensor]:
+        offsets = torch.empty(65, dtype=torch.int32, device="cuda")
+        return [offsets, *[x.new_empty(rows, n) for n in (INTERMEDIATE, 2 * INTERMEDIATE, HIDDEN)]]
+
+    def results_of_backward() -> list[Tensor]:
+        partial = x.new_empty(rows, 1, dtype=torch.float32)
+        row_shaped = [x.new_empty(rows, n) for n in (2 * INTERMEDIATE, INTERMEDIATE, HIDDEN)]
+        return [partial, *row_shaped, *[torch.empty_like(w) for w in leaves[2:]]]
+
+    y = forward()
+    grad = torch.empty_like(y)
+    calls = {"forward": captured_launches(forward), "backward": captured_launches(lambda: y.backward(grad))}
+    whole, floors = (host_microseconds(call, leaves, IN_A_ROW) for call in (forward, floor))
+    for i, (name, results) in enumerate((("forward", results_of_forward), ("backward", results_of_backward))):
+        launches, made = sum(repeated(call) for call in calls[name]), repeated(results)
+        ours = whole[i] - floors[i] - launches - made
+        print(
+            f"{name}: {whole[i]:.0f} us = autograd {floors[i]:.0f} + {len(calls[name])} launches {launches:.0f} + "
+            f"results {made:.0f} + Python of this library {ours:.0f}"
+        )
+    for call in calls["forward"] + calls["backward"]:
+        print(f"    a launch: {repeated(call):.1f} us")
 
 
 def bench_launches() -> None:
@@ -141,5 +226,6 @@ def bench_unused_rows() -> None:
 if __name__ == "__main__":
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     bench_host_time()
+    bench_causes()
     bench_launches()
     bench_unused_rows()

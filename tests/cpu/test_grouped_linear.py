@@ -67,9 +67,9 @@ def test_weights_too_far_apart_for_the_kernels_are_stacked(monkeypatch: pytest.M
     op = _linear(bias=False)
     for w in op.weight_parameters():
         w.data = w.data.clone()
-    assert len(parameters.as_operands(op.weight_parameters(), False, torch.float32, False)) == 3
+    assert len(op.hold("").operands(torch.float32, False)) == 3
     monkeypatch.setattr(parameters, "SEPARATE_SPAN_BYTES", 16)
-    (stacked,) = parameters.as_operands(op.weight_parameters(), False, torch.float32, False)
+    (stacked,) = op.hold("").operands(torch.float32, False)
     assert_bitwise_equal(stacked, torch.stack([w.detach() for w in op.weight_parameters()]))
 
 

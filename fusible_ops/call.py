@@ -1,0 +1,197 @@
+"""One call of a run of ops: forward and backward over its steps, as one autograd node."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels import reference
+from cute_kernels.quantization.formats import Format
+from fusible_ops.op import BasicOperation, FusedOperation, OperationContext
+from fusible_ops.parameters import Held
+from fusible_ops.quantized_tensor import QuantizedTensor
+from fusible_ops.ranges import shown
+from fusible_ops.recipe import Recipe
+
+if TYPE_CHECKING:
+    from fusible_ops.fuser import OperationFuser
+
+
+@dataclass(frozen=True)
+class Step:
+    """`op` runs the basic ops of `span`. name: of the rule and its ops, or of the unfused op, for profilers. before,
+    after: the formats in which the steps around it quantise what it gives them, if they do.
+    """
+
+    op: BasicOperation | FusedOperation
+    span: slice
+    name: str
+    before: Format | None = None
+    after: Format | None = None
+
+
+class Call:
+    """One forward of a run, and what its backward needs."""
+
+    def __init__(
+        self,
+        fuser: OperationFuser,
+        steps: Sequence[Step],
+        held: list[Held],
+        extra_inputs: Sequence[Sequence[Tensor]],
+        kwargs: Sequence[dict[str, Any]],
+        autocast_dtype: torch.dtype | None,
+        recipe: Recipe | None,
+    ) -> None:
+        self.fuser, self.steps = fuser, steps
+        self.held, self.extra_inputs, self.kwargs = held, extra_inputs, kwargs
+        self.autocast_dtype, self.recipe = autocast_dtype, recipe
+        self.contexts: list[OperationContext] = []
+        self.trail_offsets: Tensor | None = None
+
+    def forward(self, x: Tensor, needs: tuple[bool, ...], recorded: bool) -> Tensor:
+        """needs: which of x, all parameters and all extra inputs require a gradient. recorded: whether there will be
+        a backward.
+        """
+        fuser = self.fuser
+        contexts = self.contexts = fuser.contexts(self.held, needs, recorded)
+        for ctx, held, source in zip(contexts, self.held, fuser.split_sources, strict=True):
+            ctx.held, ctx.autocast_dtype, ctx.recipe = held, self.autocast_dtype, self.recipe
+            ctx.split_sizes = self._splits(source)
+        x = _tokens_only(x, _offsets(self._splits(fuser.lead), x))
+        for step in self.steps:
+            span = step.span
+            with shown(step.name, "forward"):
+                x, _ = step.op.fuser_forward(
+                    contexts[span],
+                    x,
+                    basic_op_extra_inputs=self.extra_inputs[span],
+                    prev_op_grad_output_quantizer=step.before,
+                    next_op_input_quantizer=step.after,
+                    basic_op_kwargs=self.kwargs[span],
+                )
+        self.trail_offsets = _offsets(self._splits(fuser.trail), x)
+        return _tokens_only(x, self.trail_offsets)
+
+    def _splits(self, index: int | None) -> Tensor | None:
+        """The split sizes that basic op `index` was given."""
+        if index is None:
+            return None
+        return self.extra_inputs[index][self.fuser.basic_ops[index].split_sizes_slot]  # type: ignore[index]
+
+    def take_saved(self) -> list[Tensor | None]:
+        """What all ops asked to keep, in order; the call itself keeps nothing."""
+        saved: list[Tensor | None] = [self.trail_offsets]
+        self.counts = []
+        for ctx in self.contexts:
+            saved += ctx.to_save
+            self.counts.append(len(ctx.to_save))
+            ctx.to_save, ctx.split_sizes = (), None
+        self.extra_inputs, self.kwargs, self.trail_offsets = [], [], None
+        return saved
+
+    def backward(self, saved: Sequence[Tensor | None], grad: Tensor | None) -> list[Tensor | None]:
+        """Gradients of (x, all parameters, all extra inputs)."""
+        contexts = self.contexts
+        for op, ctx in zip(self.fuser.basic_ops, contexts, strict=True):
+            if ctx.requires_grad:
+                op.check_backward(ctx)
+            if ctx.unchanged is not None:
+                ctx.unchanged.check(ctx.owner)
+        if grad is not None:
+            grad = _tokens_only(grad, saved[0])
+        at = 1
+        for ctx, count in zip(contexts, self.counts, strict=True):
+            ctx.saved_tensors = tuple(saved[at : at + count])
+            at += count
+        param_grads: list[Sequence[Tensor | None]] = [[None] * len(held.parameters) for held in self.held]
+        extra_grads: list[Sequence[Tensor | None]] = [[None] * len(ctx.extra_wants) for ctx in contexts]
+        for step in reversed(self.steps):
+            own = contexts[step.span]
+            if grad is None or not any(ctx.requires_grad for ctx in own):
+                grad = None
+                break
+            with shown(step.name, "backward"):
+                grad, param_grads[step.span], extra_grads[step.span] = step.op.fuser_backward(
+                    own, grad, basic_op_grad_extra_outputs=[()] * len(own)
+                )
+            for ctx in own:
+                ctx.saved_tensors = ()
+        result = [grad]
+        for grads, held in zip(param_grads, self.held, strict=True):
+            if len(grads) != len(held.parameters):
+                raise RuntimeError(
+                    f"an op returned {len(grads)} parameter gradients, but it has {len(held.parameters)} parameters"
+                )
+            result += grads
+        for grads in extra_grads:
+            result += grads
+        return result
+
+
+def _offsets(split_sizes: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if split_sizes is None else reference.group_offsets(split_sizes, x.shape[:-1].numel())
+
+
+def _tokens_only(t: Tensor, offsets: Tensor | None) -> Tensor:
+    """t [..., C] with the rows past the last group exactly zero; t itself if there are no groups."""
+    if offsets is None or t.dim() == 0 or (rows := t.shape[:-1].numel()) == 0:
+        return t
+    return reference.tokens_only(t.reshape(rows, t.shape[-1]), offsets).view(t.shape)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def without_autocast(device: torch.device, active: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Ops choose their compute dtype themselves, so autocast (`active`) must not touch the products inside them."""
+    return _NOTHING if active is None else torch.autocast(device.type, enabled=False)
+
+
+def autocast_dtype_on(device: torch.device) -> torch.dtype | None:
+    """The dtype of an active autocast on this kind of device, else None."""
+    kind = device.type
+    if torch._C._is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None
+
+
+def owned(y: Tensor, x: Tensor) -> Tensor:
+    """y as a result that the caller may change in place: no view, and no memory of x (a run of identities)."""
+    if y is x:
+        return y.clone()
+    if not y._is_view() or isinstance(y, QuantizedTensor):
+        return y
+    if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() != 0:
+        return y.clone()
+    return torch.ops.aten._unsafe_view(y, y.shape)
+
+
+class _Run(torch.autograd.Function):
+    """A `Call` as one autograd node. Arguments after `call`: all parameters, then all extra inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Call, *tensors: Tensor) -> Tensor:
+        y = owned(call.forward(x, ctx.needs_input_grad, True), x)
+        ctx.call = call
+        ctx.save_for_backward(*call.take_saved())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "fusible_ops has no double backward: gradients cannot be taken with create_graph=True through these ops"
+            )
+        with without_autocast(grad_output.device, autocast_dtype_on(grad_output.device)):
+            dx, *rest = ctx.call.backward(ctx.saved_tensors, grad_output)
+        return dx, None, *rest
+
+
+record = super(torch.autograd.Function, _Run).apply
+"""`_Run.apply` without its walk over all arguments for what functorch left behind; under functorch no run gets here."""
