@@ -9,29 +9,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from unittest import mock
 
 import pytest
 import torch
 
 import fusible_ops as ops
-from cute_kernels import reference
 from tests.cases import Splits
 from tests.models import MLP, as_if_on
 
 HOPPER = pytest.mark.gpu("sm_90a")
-KERNELS = (
-    "group_offsets",
-    "grouped_gemm",
-    "grouped_gemm_dgrad",
-    "grouped_gemm_act",
-    "grouped_gemm_dact",
-    "dact",
-    "grouped_wgrad",
-    "grouped_wgrad_",
-    "grouped_dbias",
-    "grouped_dscale",
-)
 
 
 @dataclass(frozen=True)
@@ -70,30 +56,3 @@ RECIPE_PLACES = [
     pytest.param(Place("cpu", False, CURRENT), id="cpu-current"),
     pytest.param(Place("cuda", False, BLOCK), id="cuda-block", marks=HOPPER),
 ]
-
-
-@contextlib.contextmanager
-def reference_calls() -> Iterator[list[str]]:
-    """The operators that run on the CPU within it, in order; what they call of one another is not counted."""
-    calls: list[str] = []
-    inside = [False]
-
-    def watched(name: str):
-        run = getattr(reference, name)
-
-        def call(*args: object, **kwargs: object) -> object:
-            if inside[0]:
-                return run(*args, **kwargs)
-            calls.append(name)
-            inside[0] = True
-            try:
-                return run(*args, **kwargs)
-            finally:
-                inside[0] = False
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for name in KERNELS:
-            stack.enter_context(mock.patch.object(reference, name, watched(name)))
-        yield calls

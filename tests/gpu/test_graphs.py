@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import fusible_ops as ops
+from fusible_ops import casts
 from tests.cases import Splits, full
 from tests.compare import assert_bitwise_equal
 from tests.models import MLP, Inputs
@@ -24,6 +25,12 @@ pytestmark = [
 ]
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer step in a graph is remembered for the rest of the process; here, of the test."""
+    monkeypatch.setattr(casts, "_optimizers", casts._Optimizers())
 
 
 def captured(run: Callable[[], object], warmups: int = 2) -> tuple[torch.cuda.CUDAGraph, object]:
