@@ -95,20 +95,24 @@ class Call:
         self.extra_inputs, self.kwargs, self.trail_offsets = [], [], None
         return saved
 
-    def backward(self, saved: Sequence[Tensor | None], grad: Tensor | None) -> list[Tensor | None]:
-        """Gradients of (x, all parameters, all extra inputs)."""
-        contexts = self.contexts
-        for op, ctx in zip(self.fuser.basic_ops, contexts, strict=True):
+    def check_backward(self) -> None:
+        """Raise for what backward will not find, or not find as it was; nothing has run yet."""
+        for op, ctx in zip(self.fuser.basic_ops, self.contexts, strict=True):
             if ctx.requires_grad:
                 op.check_backward(ctx)
             if ctx.unchanged is not None:
                 ctx.unchanged.check(ctx.owner)
+
+    def backward(self, saved: list[Tensor | None], grad: Tensor | None) -> list[Tensor | None]:
+        """Gradients of (x, all parameters, all extra inputs). `saved` is emptied: the ops let go of what they used."""
+        contexts = self.contexts
         if grad is not None:
             grad = _tokens_only(grad, saved[0])
         at = 1
         for ctx, count in zip(contexts, self.counts, strict=True):
             ctx.saved_tensors = tuple(saved[at : at + count])
             at += count
+        saved.clear()
         param_grads: list[Sequence[Tensor | None]] = [[None] * len(held.parameters) for held in self.held]
         extra_grads: list[Sequence[Tensor | None]] = [[None] * len(ctx.extra_wants) for ctx in contexts]
         for step in reversed(self.steps):
@@ -188,8 +192,11 @@ class _Run(torch.autograd.Function):
             raise RuntimeError(
                 "fusible_ops has no double backward: gradients cannot be taken with create_graph=True through these ops"
             )
+        saved = list(ctx.saved_tensors)
+        ctx.call.check_backward()
+        ctx.maybe_clear_saved_tensors()  # unless the graph is kept
         with without_autocast(grad_output.device, autocast_dtype_on(grad_output.device)):
-            dx, *rest = ctx.call.backward(ctx.saved_tensors, grad_output)
+            dx, *rest = ctx.call.backward(saved, grad_output)
         return dx, None, *rest
 
 

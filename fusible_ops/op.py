@@ -77,6 +77,11 @@ class OperationContext:
         """Keep tensors for backward; they come back, in order, as `saved_tensors`."""
         self.to_save = tensors
 
+    def take_saved(self) -> tuple[Any, ...]:
+        """`saved_tensors`, which the context keeps no longer: an op that drops one before it ends frees its memory."""
+        saved, self.saved_tensors = self.saved_tensors, ()
+        return saved
+
     def compute_dtype(self, default: torch.dtype) -> torch.dtype:
         """The dtype an op computes in: autocast's, else `default`."""
         return self.autocast_dtype or default

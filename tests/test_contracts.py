@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible_ops as ops
@@ -141,6 +142,44 @@ def test_memory_of_a_forward(grad: bool) -> None:
     assert y is not None and y.requires_grad == grad
     assert y_bytes + preact <= after <= y_bytes + preact + slack
     assert peak <= y_bytes + preact + act + slack
+
+
+@pytest.mark.parametrize("ops_of_it", [2, 3])
+def test_backward_lets_go_of_what_it_has_used(ops_of_it: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pre-activation, and the recomputed activation, are gone when the input's gradient is allocated; not where
+    the graph is kept.
+    """
+    place, mlp = Place("cpu", True), MLP("scaled_swiglu", bias=True)
+    model, inputs = place.build(mlp, SPLITS)[:ops_of_it], Inputs.random(SPLITS, mlp.hidden, "cpu", BF16)
+    made: list[StorageWeakRef] = []
+    alive: list[int] = []
+
+    def watched(name: str, index: int) -> Callable:
+        run = getattr(reference, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            results = run(*args, **kwargs)
+            made.append(StorageWeakRef(results[index].untyped_storage()))
+            return results
+
+        return call
+
+    def dgrad(*args: object, run: Callable = reference.grouped_gemm_dgrad) -> Tensor:
+        alive.append(sum(not ref.expired() for ref in made))
+        return run(*args)
+
+    monkeypatch.setattr(reference, "grouped_gemm_act", watched("grouped_gemm_act", 1))
+    monkeypatch.setattr(reference, "grouped_gemm_dact", watched("grouped_gemm_dact", 1))
+    monkeypatch.setattr(reference, "grouped_gemm_dgrad", dgrad)
+    x = inputs.x.clone().requires_grad_()
+    with place.context():
+        y = model(x, *mlp.extras(SPLITS.tensor(), inputs.probs)[:ops_of_it])
+    dy = torch.ones_like(y)
+    y.backward(dy, retain_graph=True)
+    first, x.grad = x.grad, None
+    y.backward(dy)
+    assert_bitwise_equal(x.grad, first)
+    assert alive == [1, 0]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

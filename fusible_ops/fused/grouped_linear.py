@@ -122,13 +122,14 @@ class GroupedLinearActivation(FusedOperation):
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
-        x, preact, offsets, rows, *weights = ctx.saved_tensors
+        x, preact, offsets, rows, *weights = ctx.take_saved()
         grads, extra_grads = no_grads(basic_op_ctxs)
         dy = as_rows(grad_output, ctx.dtype).contiguous()
         kernels = entry_points(dy, preact, offsets, rows, *weights)
         dpreact, dprobs = kernels.dact(
             dy, preact, offsets, rows, self.act.op.activation, need_dprobs=self.act.wants_dprobs(basic_op_ctxs)
         )
+        del preact
         block = self.act.op.glu_interleave
         self.fc.put_grads(basic_op_ctxs, grads, kernels, dpreact, x, offsets, glu_interleave=block)
         if dprobs is not None:

@@ -109,7 +109,7 @@ class GroupedMLP(FusedOperation):
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         fc1, act_op, fc2 = self.fc1, self.act.op, self.fc2
         ctx, ctx2 = basic_op_ctxs[0], basic_op_ctxs[fc2.at]
-        x, act, preact, offsets1, offsets2, rows, scales, bias2, *weights = ctx.saved_tensors
+        x, act, preact, offsets1, offsets2, rows, scales, bias2, *weights = ctx.take_saved()
         weights1, weights2 = weights[: ctx.num_weights1], weights[ctx.num_weights1 :]
         grads, extra_grads = no_grads(basic_op_ctxs)
         dy = as_rows(grad_output, ctx.dtype).contiguous()
@@ -127,10 +127,13 @@ class GroupedMLP(FusedOperation):
                 need_dprobs=self.act.wants_dprobs(basic_op_ctxs),
                 zero_tail=not ctx.same_offsets,
             )
+        del preact
         fc2.put_grads(basic_op_ctxs, grads, kernels, dy, act, offsets2, scales=scales)
+        del act
         block, dx = act_op.glu_interleave, None
         if dpreact is not None:
             fc1.put_grads(basic_op_ctxs, grads, kernels, dpreact, x, offsets1, glu_interleave=block)
+        del x
         if ctx.input_requires_grad:
             dx = viewed(kernels.grouped_gemm_dgrad(dpreact, weights1, offsets1, block), ctx.input_shape)
         if dprobs is not None:

@@ -108,6 +108,18 @@ def _peak_bytes(model: ops.Sequential, mlp: MLP, splits: Splits) -> int:
     return peak
 
 
+def test_peak_memory() -> None:
+    """y, the pre-activation, its gradient and the activation; or, later, y and all gradients with the former's."""
+    splits = full("even", *[4096] * 4)
+    mlp = MLP("scaled_swiglu", hidden=2048, intermediate=1024, linear={"single_grouped_weight": True})
+    model = mlp.build(splits, on_unfused="error", **BF16)
+    y = dx = splits.rows * mlp.hidden * 2
+    act, preact = splits.rows * mlp.intermediate * 2, splits.rows * mlp.intermediate * 4
+    weights = sum(p.numel() * 2 for p in model.parameters())
+    most = max(y + 2 * preact + act, y + preact + weights + dx)
+    assert _peak_bytes(model, mlp, splits) <= most + 64 * splits.rows
+
+
 @pytest.mark.parametrize("activation", ["scaled_clamped", "clamped_swiglu"])
 def test_peak_memory_of_the_fallback(activation: str) -> None:
     """Unfused needs the activation for backward, and no more than that beside what fused needs."""
