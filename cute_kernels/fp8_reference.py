@@ -65,7 +65,7 @@ def scales_in_row(count: int) -> int:
 
 def _filled_up(scale: Tensor) -> Tensor:
     room = scales_in_row(scale.shape[-1]) - scale.shape[-1]
-    return F.pad(scale, (0, room), value=float("nan"))
+    return F.pad(scale, (0, room), value=float("nan")).contiguous()
 
 
 def padded_group_offsets(split_sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:

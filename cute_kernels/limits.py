@@ -16,7 +16,7 @@ from cute_kernels.target import Package
 Facts = Mapping[str, object]
 Words = Mapping[str, str]
 
-STAGES = ("chain", "target", "guard", "limit", "package", "shadowed", "call")
+STAGES = ("chain", "target", "recipe", "guard", "limit", "package", "shadowed", "call")
 INTERLEAVES = (1, 2, 4, 8, 16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16")
 

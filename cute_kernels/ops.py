@@ -12,7 +12,6 @@ are empty tensors, since operator schemas have no optional results.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,69 +22,36 @@ from torch.nn import Parameter
 
 from cute_kernels import reference
 from cute_kernels.activation import Activation
-
-_LIBRARY = torch.library.Library("fusible_ops", "DEF")
-
-
-def _hopper(name: str) -> Callable[..., object]:
-    """The Hopper host function called `name`."""
-    return getattr(_host(), name)
-
-
-def _none_as_empty(results: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
-    return tuple(like.new_empty(0) if t is None else t for t in results)
-
-
-def _empty_as_none(t: Tensor, wanted: bool) -> Tensor | None:
-    return t if wanted else None
-
-
-def _register(schema: str, cpu: Callable, cuda: Callable, fake: Callable) -> None:
-    """Define one operator with its CPU and CUDA kernels and its shape function."""
-    name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, cpu, "CPU")
-    _LIBRARY.impl(name, cuda, "CUDA")
-    torch.library.register_fake(f"fusible_ops::{name}", fake, lib=_LIBRARY)
-
+from cute_kernels.registry import Pick, empty_as_none, hopper, hopper_host, none_as_empty, plain, register
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Implementations for a source of kernels: `pick(name)` gives the function called `name` of reference or of an
 # architecture
 
 
-def _plain(name: str, pick: Callable[[str], Callable]) -> Callable:
-    """The operator that is exactly the function `name`."""
-
-    def run(*args):
-        return pick(name)(*args)
-
-    return run
-
-
-def _gemm_act(pick: Callable[[str], Callable]) -> Callable:
+def _gemm_act(pick: Pick) -> Callable:
     def run(x, weights, offsets, activation, bias, probs, glu_interleave, save_preact, zero_tail):
         results = pick("grouped_gemm_act")(
             x, weights, offsets, Activation.decode(activation), bias, probs, glu_interleave, save_preact, zero_tail
         )
-        return _none_as_empty(results, x)
+        return none_as_empty(results, x)
 
     return run
 
 
-def _gemm_dact(pick: Callable[[str], Callable]) -> Callable:
+def _gemm_dact(pick: Pick) -> Callable:
     def run(dy, weights, offsets, preact, activation, probs, need_act, need_dprobs, zero_tail):
         results = pick("grouped_gemm_dact")(
             dy, weights, offsets, preact, Activation.decode(activation), probs, need_act, need_dprobs, zero_tail
         )
-        return _none_as_empty(results, dy)
+        return none_as_empty(results, dy)
 
     return run
 
 
-def _dact(pick: Callable[[str], Callable]) -> Callable:
+def _dact(pick: Pick) -> Callable:
     def run(dact, preact, offsets, probs, activation, need_dprobs):
-        return _none_as_empty(
+        return none_as_empty(
             pick("dact")(dact, preact, offsets, probs, Activation.decode(activation), need_dprobs), dact
         )
 
@@ -152,16 +118,16 @@ def _fake_dscale(dy, bias, offsets):
 
 
 _OPERATORS = (
-    ("group_offsets(Tensor split_sizes, SymInt rows) -> Tensor", _plain, _fake_group_offsets),
+    ("group_offsets(Tensor split_sizes, SymInt rows) -> Tensor", plain, _fake_group_offsets),
     (
         "grouped_gemm(Tensor x, Tensor[] weights, Tensor offsets, Tensor? bias=None, Tensor? bias_scale=None) "
         "-> Tensor",
-        _plain,
+        plain,
         _fake_gemm,
     ),
     (
         "grouped_gemm_dgrad(Tensor dy, Tensor[] weights, Tensor offsets, int glu_interleave=0) -> Tensor",
-        _plain,
+        plain,
         _fake_dgrad,
     ),
     (
@@ -184,26 +150,26 @@ _OPERATORS = (
     ),
     (
         "grouped_wgrad(Tensor dy, Tensor x, Tensor offsets, int glu_interleave=0) -> Tensor",
-        _plain,
+        plain,
         _fake_wgrad,
     ),
     (
         "grouped_wgrad_(Tensor(a!)[] out, Tensor dy, Tensor x, Tensor offsets, int glu_interleave=0, "
         "bool accumulate=False) -> ()",
-        _plain,
+        plain,
         _fake_wgrad_,
     ),
     (
         "grouped_dbias(Tensor dy, Tensor offsets, Tensor? scale=None, int glu_interleave=0) -> Tensor",
-        _plain,
+        plain,
         _fake_dbias,
     ),
-    ("grouped_dscale(Tensor dy, Tensor bias, Tensor offsets) -> Tensor", _plain, _fake_dscale),
+    ("grouped_dscale(Tensor dy, Tensor bias, Tensor offsets) -> Tensor", plain, _fake_dscale),
 )
 
 for _schema, _make, _fake in _OPERATORS:
     _name = _schema.split("(", 1)[0]
-    _register(_schema, _make(_name, _reference), _make(_name, _hopper), _fake)
+    register(_schema, _make(_name, _reference), _make(_name, hopper), _fake)
 
 _OPS = torch.ops.fusible_ops
 
@@ -234,7 +200,7 @@ def grouped_gemm_act(
     act, preact = _OPS.grouped_gemm_act(
         x, weights, offsets, activation.encode(), bias, probs, glu_interleave, save_preact, zero_tail
     )
-    return act, _empty_as_none(preact, save_preact)
+    return act, empty_as_none(preact, save_preact)
 
 
 def grouped_gemm_dact(
@@ -252,7 +218,7 @@ def grouped_gemm_dact(
     dpreact, act, dprobs = _OPS.grouped_gemm_dact(
         dy, weights, offsets, preact, activation.encode(), probs, need_act, need_dprobs, zero_tail
     )
-    return dpreact, _empty_as_none(act, need_act), _empty_as_none(dprobs, need_dprobs)
+    return dpreact, empty_as_none(act, need_act), empty_as_none(dprobs, need_dprobs)
 
 
 def dact(
@@ -265,7 +231,7 @@ def dact(
 ) -> tuple[Tensor, Tensor | None]:
     """`reference.dact`."""
     dpreact, dprobs = _OPS.dact(dact, preact, offsets, probs, activation.encode(), need_dprobs)
-    return dpreact, _empty_as_none(dprobs, need_dprobs)
+    return dpreact, empty_as_none(dprobs, need_dprobs)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -286,15 +252,7 @@ def entry_points(x: Tensor, *others: Tensor | None) -> Any:
     return host()
 
 
-@functools.cache
-def _host() -> Any:
-    """The host functions of CUDA devices."""
-    from cute_kernels import hopper
-
-    return hopper.host_functions()
-
-
-_HOSTS: dict[str, Callable[[], Any]] = {"cuda": _host}
+_HOSTS: dict[str, Callable[[], Any]] = {"cuda": hopper_host}
 
 
 def _operators_are_seen() -> bool:

@@ -30,8 +30,12 @@ def explain(plan: Plan) -> str:
         else:
             lines += _fused(plan.chain, first, first.rule)
         lines += [INDENT + line for line in _reasons(_shown(plan, first, last))]
-        if first.rule is None and (elsewhere := _elsewhere(plan, first, last)):
-            lines.append(f"{INDENT}x start with other ops: {', '.join(refused.rule for refused in elsewhere)}")
+        if first.rule is None:
+            for what, misses in (
+                ("start with other ops", _elsewhere(plan, first, last)),
+                ("are for another recipe", _other_recipes(plan, first, last)),
+            ):
+                lines += [f"{INDENT}x {what}: {', '.join(refused.rule for refused in misses)}"] if misses else []
     lines += [f"host sync: unfused {op.title} reads its splits on the host; {why}" for op, why in plan.host_reads()]
     count = len(chain.ops) - len(plan.unfused)
     lines.append(f"{count} of {len(chain.ops)} ops fused")
@@ -58,17 +62,25 @@ def _fused(chain: Chain, step: Step, rule: Rule) -> list[str]:
 
 
 def _shown(plan: Plan, first: Step, last: Step) -> list[Refused]:
-    """For unfused ops, misses that fit at least one op; for a fused step, longer rules that a condition kept out."""
+    """For unfused ops, misses that fit at least one op; for a fused step, longer rules that a condition kept out.
+
+    Without those for another recipe.
+    """
     misses = plan.why_not(first.start, last.stop)
     if first.rule is None:
         elsewhere = _elsewhere(plan, first, last)
-        return [refused for refused in misses if refused not in elsewhere]
-    return [refused for refused in misses if refused.first.stage not in ("chain", "target")]
+        return [refused for refused in misses if refused not in elsewhere and refused.first.stage != "recipe"]
+    return [refused for refused in misses if refused.first.stage not in ("chain", "target", "recipe")]
 
 
 def _elsewhere(plan: Plan, first: Step, last: Step) -> list[Refused]:
     """Rules whose pattern does not fit even the first op."""
     return [r for r in plan.why_not(first.start, last.stop) if r.first.stage == "chain" and r.stop == r.start]
+
+
+def _other_recipes(plan: Plan, first: Step, last: Step) -> list[Refused]:
+    """Rules for another recipe than the chain's, or for none."""
+    return [refused for refused in plan.why_not(first.start, last.stop) if refused.first.stage == "recipe"]
 
 
 def _reasons(misses: list[Refused]) -> list[str]:

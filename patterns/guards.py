@@ -72,6 +72,32 @@ class Absent(Guard):
 
 
 @dataclass(frozen=True)
+class RecipeIs(Guard):
+    """The active quantisation recipe has this name; None: there is none."""
+
+    name: str | None
+    stage: str = field(default="recipe", kw_only=True)
+
+    def letters(self) -> tuple[str, ...]:
+        return ("recipe",)
+
+    def holds(self, facts: Facts) -> bool:
+        return facts["recipe"] == self.name
+
+    def wanted(self, facts: Facts, words: Words) -> str:
+        return self.name or "no quantisation recipe"
+
+    def found(self, facts: Facts, words: Words) -> str:
+        return f"{words.get('recipe', 'recipe')} is {facts['recipe']}" if facts["recipe"] else "there is no recipe"
+
+    def counterexample(self) -> dict[str, object]:
+        return {"recipe": "MXFP8BlockScaling"}
+
+    def __str__(self) -> str:
+        return f"the recipe is {self.name}" if self.name else "no quantisation recipe"
+
+
+@dataclass(frozen=True)
 class Feeds(Guard):
     """The activation between two linears fits both: columns in are twice (GLU) or exactly (others) the columns out."""
 
@@ -163,6 +189,7 @@ class ClampIsLegal(Guard):
 # In tables, guards read as sentences.
 same = Same
 absent = Absent
+recipe_is = RecipeIs
 feeds = Feeds
 even_for_glu = EvenForGlu
 clamp_is_legal = ClampIsLegal

@@ -52,8 +52,8 @@ class Refused:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How near it came: 2 if a condition failed, 1 if the machine differs, 0 if the ops do; then how many fit."""
-        return {"chain": 0, "target": 1}.get(self.first.stage, 2), self.stop - self.start
+        """How near: 2 if a condition failed, 1 if the machine differs, 0 if ops or recipe do; then how many ops fit."""
+        return {"chain": 0, "recipe": 0, "target": 1}.get(self.first.stage, 2), self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,9 @@ def _plan(chain: Chain, target: Target, rules: tuple[Rule, ...]) -> Plan:
 
 
 def _attempt(rule: Rule, chain: Chain, start: int, target: Target) -> Step | Refused:
+    other_recipe = rule.wrong_recipe(chain)
+    if other_recipe is not None:
+        return Refused(rule.name, start, start, (other_recipe,))
     match = rule.match(chain, start)
     if isinstance(match, tuple):
         stopped, refusal = match

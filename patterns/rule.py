@@ -137,6 +137,12 @@ class Rule:
         if self.covers != FORWARD_AND_BACKWARD:
             raise ValueError(f"rule {self.name}: covers is {self.covers!r}, needs {FORWARD_AND_BACKWARD!r}")
 
+    def wrong_recipe(self, chain: Chain) -> Refusal | None:
+        """Why the rule is for other recipes than the chain's, None if it is not: asked before anything else."""
+        facts = {"recipe": None if chain.recipe is None else chain.recipe.name}
+        found = (guard.check(facts, CHAIN_WORDS, self.name) for guard in self.guards if guard.stage == "recipe")
+        return next((refusal for refusal in found if refusal is not None), None)
+
     def match(self, chain: Chain, start: int) -> Match | tuple[int, Refusal]:
         """The ops from `start` on that the pattern takes; else the position where it stopped, and why."""
         position = start

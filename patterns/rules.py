@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from cute_kernels import catalog
 from patterns import examples
-from patterns.guards import absent, clamp_is_legal, even_for_glu, feeds, same
+from patterns.guards import absent, clamp_is_legal, even_for_glu, feeds, recipe_is, same
 from patterns.rule import Bound, Rule, bind, slot
 
 GROUPED_MLP = "fusible_ops.fused.grouped_mlp:GroupedMLP"
@@ -21,7 +21,7 @@ LINEAR = "fusible_ops.fused.grouped_linear:FusedGroupedLinear"
 _ACTIVATION = slot("act", *catalog.ACTIVATIONS, title="an activation")
 _GLU = slot("act", *catalog.GLU_ACTIVATIONS, title="a GLU")
 
-_NO_RECIPE = absent("recipe", "no quantisation recipe", "MXFP8BlockScaling")
+_NO_RECIPE = recipe_is(None)
 _ACT = (
     absent("act.cache_quantized_input", "an activation that does not cache a quantised input"),
     clamp_is_legal("act"),

@@ -109,25 +109,25 @@ def test_a_rank_without_tokens(place: Place, rows: int, accumulate: bool) -> Non
 
 
 def test_the_router_probability_scales_the_second_bias_too(place: Place) -> None:
-    """One expert: y = 0.25·(8 + 4); db = Σ p·dy; dp = dy·(8 + 4) in every column."""
+    """One expert: y = 0.25·(64 + 4); db = Σ p·dy; dp = dy·(64 + 4) in every column."""
     splits = Splits("two", (2,), 2)
-    mlp = MLP("scaled_srelu", hidden=8, intermediate=8, bias=True, scale_bias=True)
+    mlp = MLP("scaled_srelu", hidden=16, intermediate=64, bias=True, scale_bias=True)
     model = place.build(mlp, splits)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
         model[0].bias0.fill_(1.0)  # the activation of every unit is max(1, 0)² = 1
-        model[2].weight0.fill_(1.0)  # so every output is 8 before the probability
+        model[2].weight0.fill_(1.0)  # so every output is 64 before the probability
         model[2].bias0.fill_(4.0)
-    x = torch.randn(2, 8, device=place.device, dtype=torch.bfloat16)
+    x = torch.randn(2, 16, device=place.device, dtype=torch.bfloat16)
     probs = torch.tensor([0.25, 0.5], device=place.device, requires_grad=True)
     other = probs.detach().clone().requires_grad_()
     sizes = splits.tensor(place.device)
     y = model(x, sizes, probs, sizes, other)
-    assert (y[0] == 3.0).all() and (y[1] == 6.0).all()
+    assert (y[0] == 17.0).all() and (y[1] == 34.0).all()
     y.backward(torch.ones_like(y))
     assert (model[2].bias0.grad == 0.75).all()
-    assert (probs.grad == 8 * 8).all() and (other.grad == 4 * 8).all()
+    assert (probs.grad == 64 * 16).all() and (other.grad == 4 * 16).all()
 
 
 CLAMPED = [
@@ -144,24 +144,24 @@ def test_clamped_swiglu_means_one_thing(place: Place, constants, halves, expecte
     limit, alpha, offset = constants
     act = ops.ClampedSwiGLU(limit=limit, alpha=alpha, glu_linear_offset=offset)
     common = {"device": place.device, "dtype": torch.bfloat16}
-    fc1, fc2 = ops.GroupedLinear(1, 8, 16, **common), ops.GroupedLinear(1, 8, 8, bias=False, **common)
+    fc1, fc2 = ops.GroupedLinear(1, 16, 128, **common), ops.GroupedLinear(1, 64, 16, bias=False, **common)
     with torch.no_grad():
         fc1.weight0.zero_()
-        fc1.bias0.copy_(torch.tensor(halves).repeat_interleave(8))
-        fc2.weight0.copy_(torch.eye(8))
+        fc1.bias0.copy_(torch.tensor(halves).repeat_interleave(64))
+        fc2.weight0.copy_(torch.eye(64)[:16])
     model = ops.Sequential(fc1, act, fc2, **place.options())
     sizes = torch.tensor([3], device=place.device)
-    y = model(torch.randn(3, 8, **common), sizes, sizes)
+    y = model(torch.randn(3, 16, **common), sizes, sizes)
     want = torch.tensor(expected).bfloat16().item()
     if place.recipe is not None:  # FC2's input is quantised from FP32; a row holds one value
-        row = torch.full((1, 8), expected, device=place.device)
+        row = torch.full((1, 64), expected, device=place.device)
         want = quantized(row, place.recipe.operand_format("input")).dequantize()[0, 0].bfloat16().item()
     assert (y == want).all(), (y[0, 0].item(), want)
     y.sum().backward()
     gate, linear = halves
     grads = fc1.bias0.grad
-    assert ((grads[:8] == 0) == (gate > limit)).all()
-    assert ((grads[8:] == 0) == (abs(linear) > limit)).all()
+    assert ((grads[:16] == 0) == (gate > limit)).all()  # the units that FC2 passes on
+    assert ((grads[64:80] == 0) == (abs(linear) > limit)).all()
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (2, 32, 256)], ids=str)

@@ -182,7 +182,9 @@ def test_chain_refusals_name_position_and_both_kinds() -> None:
 def test_same_chain_and_target_give_the_same_plan(rule: Rule, arch: str) -> None:
     chain = rule.example
     again = Chain(
-        tuple(OpSpec(op.kind, op.name, dict(sorted(op.facts.items(), reverse=True))) for op in chain.ops), chain.dtype
+        tuple(OpSpec(op.kind, op.name, dict(sorted(op.facts.items(), reverse=True))) for op in chain.ops),
+        chain.dtype,
+        chain.recipe and RecipeSpec(chain.recipe.name, dict(sorted(chain.recipe.facts.items(), reverse=True))),
     )
     assert again == chain and hash(again) == hash(chain)
     assert plan(again, Target.named(arch)) is plan(chain, Target.named(arch))
