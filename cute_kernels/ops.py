@@ -12,8 +12,7 @@ are empty tensors, since operator schemas have no optional results.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.nn import Parameter
 
 from cute_kernels import reference
 from cute_kernels.activation import Activation
+from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.registry import Pick, empty_as_none, hopper, hopper_host, none_as_empty, plain, register
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -240,16 +240,19 @@ def dact(
 _PLAIN = frozenset({Tensor, Parameter, type(None)})
 
 
-def entry_points(x: Tensor, *others: Tensor | None) -> Any:
-    """Where a caller finds the functions above by name, for operands x and `others`.
+def are_plain(tensors: Iterable[Any]) -> bool:
+    """Whether all are tensors (or None) of no class of somebody else's."""
+    return _PLAIN.issuperset(map(type, tensors))
 
-    The host functions themselves, which spares each call the dispatcher's 10 to 50 us, or this module: for CPU tensors
-    and tensor subclasses, and while something is to see operators: a compiler, a dispatch mode, functorch, a profiler.
+
+def entry_points(device: torch.device, plain: bool) -> Any:
+    """Where a caller finds the functions above by name; all take a further argument `plans` (`cute_kernels.facts`).
+
+    The host functions themselves, which spares each call the dispatcher's 10 to 50 us, or the operators: on a CPU, for
+    tensors that are not plain, and while something is to see them: a compiler, a dispatch mode, functorch, a profiler.
     """
-    host = _HOSTS.get(x.device.type)
-    if host is None or not _PLAIN.issuperset(map(type, (x, *others))) or _operators_are_seen():
-        return sys.modules[__name__]
-    return host()
+    host = _HOSTS.get(device.type) if plain else None
+    return _operators if host is None or _operators_are_seen() else host()
 
 
 _HOSTS: dict[str, Callable[[], Any]] = {"cuda": hopper_host}
@@ -257,8 +260,23 @@ _HOSTS: dict[str, Callable[[], Any]] = {"cuda": hopper_host}
 
 def _operators_are_seen() -> bool:
     return (
-        torch.compiler.is_compiling()
+        torch.compiler.is_dynamo_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch._C._autograd._profiler_enabled()
     )
+
+
+class _Operators:
+    """The public functions of this module. Plans are for host functions."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = globals()[name]
+
+        def call(*args: Any, plans: Plans = NO_PLANS, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return call
+
+
+_operators = _Operators()

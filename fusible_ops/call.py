@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
+from cute_kernels.facts import NO_PLANS, Plans
+from cute_kernels.ops import are_plain, entry_points
 from cute_kernels.quantization.formats import Format
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext
 from fusible_ops.parameters import Held
@@ -35,36 +37,66 @@ class Step:
     after: Format | None = None
 
 
+class Route:
+    """What calls with the same facts of all tensors have in common.
+
+    steps: what runs. autocast_dtype, recipe: those that are active. plain: all tensors are (`ops.are_plain`).
+    keeps_plans: those facts say all about operands, so plans may be kept.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        autocast_dtype: torch.dtype | None,
+        recipe: Recipe | None,
+        plain: bool,
+        keeps_plans: bool,
+    ) -> None:
+        self.steps, self.autocast_dtype, self.recipe = steps, autocast_dtype, recipe
+        self.plain, self.keeps_plans = plain, keeps_plans
+        self.contexts: dict[Any, list[tuple[type[OperationContext], Plans]]] = {}
+        """For each pattern of wanted gradients (see `OperationFuser.context_kinds`): of each basic op the kind of its
+        context, and its plans.
+        """
+
+    def plans(self, index: int) -> Plans:
+        """New plans for basic op `index`. What steps after the first are given may differ where facts are the same."""
+        return Plans() if self.keeps_plans and index < self.steps[0].span.stop else NO_PLANS
+
+
 class Call:
     """One forward of a run, and what its backward needs."""
 
     def __init__(
         self,
         fuser: OperationFuser,
-        steps: Sequence[Step],
+        route: Route,
         held: list[Held],
         extra_inputs: Sequence[Sequence[Tensor]],
         kwargs: Sequence[dict[str, Any]],
-        autocast_dtype: torch.dtype | None,
-        recipe: Recipe | None,
     ) -> None:
-        self.fuser, self.steps = fuser, steps
+        self.fuser, self.route = fuser, route
         self.held, self.extra_inputs, self.kwargs = held, extra_inputs, kwargs
-        self.autocast_dtype, self.recipe = autocast_dtype, recipe
         self.contexts: list[OperationContext] = []
         self.trail_offsets: Tensor | None = None
 
     def forward(self, x: Tensor, needs: tuple[bool, ...], recorded: bool) -> Tensor:
-        """needs: which of x, all parameters and all extra inputs require a gradient. recorded: whether there will be
-        a backward.
-        """
-        fuser = self.fuser
-        contexts = self.contexts = fuser.contexts(self.held, needs, recorded)
-        for ctx, held, source in zip(contexts, self.held, fuser.split_sources, strict=True):
-            ctx.held, ctx.autocast_dtype, ctx.recipe = held, self.autocast_dtype, self.recipe
-            ctx.split_sizes = self._splits(source)
+        """needs, recorded: as `OperationFuser.context_kinds`."""
+        fuser, route = self.fuser, self.route
+        made = route.contexts.get((needs, recorded))
+        if made is None:
+            kinds = fuser.context_kinds(route, self.held, needs, recorded)
+            made = route.contexts[needs, recorded] = [(kind, route.plans(i)) for i, kind in enumerate(kinds)]
+        kernels = entry_points(x.device, route.plain)
+        contexts = self.contexts = []
+        for (kind, plans), held, source in zip(made, self.held, fuser.split_sources, strict=True):
+            ctx = kind()
+            ctx.held, ctx.kernels, ctx.plans = held, kernels, plans
+            if source is not None:
+                ctx.split_sizes = self._splits(source)
+            contexts.append(ctx)
         x = _tokens_only(x, _offsets(self._splits(fuser.lead), x))
-        for step in self.steps:
+        for step in route.steps:
             span = step.span
             with shown(step.name, "forward"):
                 x, _ = step.op.fuser_forward(
@@ -105,17 +137,18 @@ class Call:
 
     def backward(self, saved: list[Tensor | None], grad: Tensor | None) -> list[Tensor | None]:
         """Gradients of (x, all parameters, all extra inputs). `saved` is emptied: the ops let go of what they used."""
-        contexts = self.contexts
+        contexts, kernels = self.contexts, None
         if grad is not None:
+            kernels = entry_points(grad.device, self.route.plain and are_plain((grad, *saved)))
             grad = _tokens_only(grad, saved[0])
         at = 1
         for ctx, count in zip(contexts, self.counts, strict=True):
-            ctx.saved_tensors = tuple(saved[at : at + count])
+            ctx.kernels, ctx.saved_tensors = kernels, tuple(saved[at : at + count])
             at += count
         saved.clear()
-        param_grads: list[Sequence[Tensor | None]] = [[None] * len(held.parameters) for held in self.held]
-        extra_grads: list[Sequence[Tensor | None]] = [[None] * len(ctx.extra_wants) for ctx in contexts]
-        for step in reversed(self.steps):
+        param_grads: list[Sequence[Tensor | None] | None] = [None] * len(contexts)
+        extra_grads: list[Sequence[Tensor | None] | None] = [None] * len(contexts)
+        for step in reversed(self.route.steps):
             own = contexts[step.span]
             if grad is None or not any(ctx.requires_grad for ctx in own):
                 grad = None
@@ -127,14 +160,15 @@ class Call:
             for ctx in own:
                 ctx.saved_tensors = ()
         result = [grad]
-        for grads, held in zip(param_grads, self.held, strict=True):
-            if len(grads) != len(held.parameters):
+        for grads, ctx in zip(param_grads, contexts, strict=True):
+            grads = [None] * len(ctx.wants) if grads is None else grads
+            if len(grads) != len(ctx.wants):
                 raise RuntimeError(
-                    f"an op returned {len(grads)} parameter gradients, but it has {len(held.parameters)} parameters"
+                    f"an op returned {len(grads)} parameter gradients, but it has {len(ctx.wants)} parameters"
                 )
             result += grads
-        for grads in extra_grads:
-            result += grads
+        for grads, ctx in zip(extra_grads, contexts, strict=True):
+            result += [None] * len(ctx.extra_wants) if grads is None else grads
         return result
 
 
@@ -159,6 +193,8 @@ def without_autocast(device: torch.device, active: torch.dtype | None) -> contex
 
 def autocast_dtype_on(device: torch.device) -> torch.dtype | None:
     """The dtype of an active autocast on this kind of device, else None."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     kind = device.type
     if torch._C._is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)

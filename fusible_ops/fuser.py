@@ -11,16 +11,17 @@ import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from cute_kernels.facts import facts
 from cute_kernels.limits import dtype_name
+from cute_kernels.ops import are_plain
 from cute_kernels.target import Target
 from fusible_ops.autocast_mode import current_recipe
-from fusible_ops.call import Call, Step, autocast_dtype_on, owned, record, without_autocast
+from fusible_ops.call import Call, Route, Step, autocast_dtype_on, owned, record, without_autocast
 from fusible_ops.op import FusedOperation, FusibleOperation, OperationContext
 from fusible_ops.parameters import Held
 from fusible_ops.quantized_tensor import QuantizedTensor
@@ -28,19 +29,8 @@ from fusible_ops.recipe import Recipe
 from patterns import RULES, Chain, Plan, Rule, explain, plan
 
 ON_UNFUSED = ("allow", "warn", "error")
-_KIND = attrgetter("__class__", "dtype", "shape", "device")
-MOST_KNOWN = 2048
-"""Calls of different shapes, dtypes or devices that a run remembers as checked."""
-
-
-def _kinds(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """All that checks read of the arguments, hashable; empty if an argument is no plain tensor of known shape."""
-    try:
-        kinds = tuple(map(_KIND, arguments))
-        hash(kinds)
-    except (AttributeError, TypeError):
-        return ()
-    return kinds
+MOST_ROUTES = 2048
+"""Kinds of calls that a run remembers; every row count makes a new one."""
 
 
 def _refuse_transforms() -> NoReturn:
@@ -77,7 +67,7 @@ class OperationFuser:
             f"{type(op).__name__} {op.name or name}".rstrip() for name, op in zip(self.names, self.ops, strict=True)
         ]
         owners = [title for title, op in zip(self._titles, self.ops, strict=True) for _ in op.fusible_parts()]
-        self._named = list(zip(self.basic_ops, owners, strict=True))
+        self.named = list(zip(self.basic_ops, owners, strict=True))
         """Each basic op with what errors call it."""
         for op in self.basic_ops:
             if op.num_extra_outputs:
@@ -92,8 +82,8 @@ class OperationFuser:
         """For each basic op the grouped linear whose splits say which of its rows are tokens, if there is one."""
         ends = list(itertools.accumulate((op.num_extra_inputs for op in self.basic_ops), initial=0))
         self._extra_spans = [slice(*ends_of_op) for ends_of_op in itertools.pairwise(ends)]
-        self._known: dict[Any, list[Step]] = {}
-        self._contexts: dict[Any, list[OperationContext]] = {}
+        self._routes: dict[Any, Route] = {}
+        self._context_kinds: dict[Any, list[type[OperationContext]]] = {}
         self._steps: dict[Any, list[Step]] = {}
         self._check_widths()
 
@@ -177,20 +167,25 @@ class OperationFuser:
         recipe = current_recipe()
         if recipe is None and isinstance(x, QuantizedTensor):
             x = x.dequantize()
-        held = [op.hold(owner) for op, owner in self._named]
+        held = [op.hold(owner) for op, owner in self.named]
         extras = [extra_inputs[span] for span in self._extra_spans]
         autocast_dtype = autocast_dtype_on(x.device) if isinstance(x, Tensor) else None
-        kinds = _kinds((x, *extra_inputs))
-        known = (autocast_dtype, recipe, kinds, *[own.kind() for own in held])
-        steps = self._known.get(known) if kinds and not basic_op_kwargs else None
-        if steps is None:
+        try:
+            kind = (autocast_dtype, recipe, *map(facts, (x, *extra_inputs)), *[own.kind() for own in held])
+            route = None if basic_op_kwargs else self._routes.get(kind)
+        except (AttributeError, RuntimeError, TypeError):  # not all are strided tensors of known shape
+            kind, route = None, None
+        if route is None:
             self._check_call(x, extra_inputs, basic_op_kwargs)
-            for (op, owner), own in zip(self._named, extras, strict=True):
+            for (op, owner), own in zip(self.named, extras, strict=True):
                 op.check_call(x, own, owner)
             steps = self.steps(x, autocast_dtype, recipe)
-            if kinds:
-                self._remember(known, steps)
-        call = Call(self, steps, held, extras, basic_op_kwargs or [{} for _ in held], autocast_dtype, recipe)
+            plain = are_plain((x, *extra_inputs)) and all(are_plain(own.parameters) for own in held)
+            keeps_plans = kind is not None and all(own.is_packed for own in held)
+            route = Route(steps, autocast_dtype, recipe, plain, keeps_plans)
+            if kind is not None and not basic_op_kwargs:
+                self._remember(kind, route)
+        call = Call(self, route, held, extras, basic_op_kwargs or [{} for _ in held])
         with without_autocast(x.device, autocast_dtype):
             parameters = itertools.chain.from_iterable([own.parameters for own in held])
             if torch.is_grad_enabled():
@@ -198,44 +193,55 @@ class OperationFuser:
             needs = (False, False, *[p.requires_grad for p in parameters], *[False] * len(extra_inputs))
             return owned(call.forward(x, needs, False), x)
 
-    def _remember(self, known: Any, steps: list[Step]) -> None:
-        """A call like this one needs no checks."""
-        if len(self._known) >= MOST_KNOWN:
-            self._known.clear()
-        self._known[known] = steps
+    def _remember(self, kind: Any, route: Route) -> None:
+        if len(self._routes) >= MOST_ROUTES:
+            self._routes.clear()
+        self._routes[kind] = route
 
-    def contexts(self, held: Sequence[Held], needs: tuple[bool, ...], recorded: bool) -> list[OperationContext]:
-        """A context for each basic op. needs: which of x, one more argument, all parameters and all extra inputs
-        require a gradient; recorded: whether they get one.
+    def context_kinds(
+        self, route: Route, held: Sequence[Held], needs: tuple[bool, ...], recorded: bool
+    ) -> list[type[OperationContext]]:
+        """The kind of each basic op's context. needs: which of x, one more argument, all parameters and all extra
+        inputs require a gradient; recorded: whether they get one.
         """
-        key = (needs, recorded, *[len(own.parameters) for own in held])
-        made = self._contexts.get(key)
+        key = (route.autocast_dtype, route.recipe, needs, recorded, *[len(own.parameters) for own in held])
+        made = self._context_kinds.get(key)
         if made is None:
-            made = self._contexts[key] = self._make_contexts(held, needs, recorded)
-        return [ctx.copy() for ctx in made]
+            made = self._context_kinds[key] = self._make_context_kinds(route, held, needs, recorded)
+        return made
 
-    def _make_contexts(self, held: Sequence[Held], needs: tuple[bool, ...], recorded: bool) -> list[OperationContext]:
+    def _make_context_kinds(
+        self, route: Route, held: Sequence[Held], needs: tuple[bool, ...], recorded: bool
+    ) -> list[type[OperationContext]]:
         flags = iter(needs[2:])
         wants = [tuple(itertools.islice(flags, len(own.parameters))) for own in held]
         extra_wants = [tuple(itertools.islice(flags, op.num_extra_inputs)) for op in self.basic_ops]
-        for (op, owner), own, flag in zip(self._named, held, wants, strict=True):
-            op.check_wants(own, flag, owner)
+        for (op, owner), own, wanted in zip(self.named, held, wants, strict=True):
+            op.check_wants(own, wanted, owner)
         flows = [any(a) or any(b) for a, b in zip(wants, extra_wants, strict=True)]
         first = 0 if needs[0] else flows.index(True) if True in flows else len(flows)
         first = first if recorded else len(flows)
         return [
-            OperationContext(i >= first, i > first or (i == first == 0 and needs[0]), owner, own, extra)
-            for i, ((_, owner), own, extra) in enumerate(zip(self._named, wants, extra_wants, strict=True))
+            OperationContext.kind(
+                requires_grad=i >= first,
+                input_requires_grad=i > first or (i == first == 0 and needs[0]),
+                autocast_dtype=route.autocast_dtype,
+                recipe=route.recipe,
+                owner=owner,
+                wants=wanted,
+                extra_wants=extra,
+            )
+            for i, ((_, owner), wanted, extra) in enumerate(zip(self.named, wants, extra_wants, strict=True))
         ]
 
     def _check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], kwargs: Sequence[dict[str, Any]] | None) -> None:
         if len(extra_inputs) != self.num_extra_inputs:
-            wants = [f"{owner}: {op.num_extra_inputs}" for op, owner in self._named if op.num_extra_inputs]
+            wants = [f"{owner}: {op.num_extra_inputs}" for op, owner in self.named if op.num_extra_inputs]
             detail = f" ({', '.join(wants)})" if wants else ""
             raise ValueError(f"Expected {self.num_extra_inputs} extra inputs but got {len(extra_inputs)}{detail}")
         if not isinstance(x, Tensor):
             raise TypeError(f"the input must be a tensor, got {type(x).__name__}")
-        for (op, owner), given in zip(self._named, kwargs or (), strict=bool(kwargs)):
+        for (op, owner), given in zip(self.named, kwargs or (), strict=bool(kwargs)):
             if op.known_kwargs is not None and (unknown := set(given) - set(op.known_kwargs)):
                 raise TypeError(f"{owner} takes no keyword argument {sorted(unknown)[0]!r}")
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from cute_kernels import reference
+from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.limits import dtype_name
 from fusible_ops import checks
 from fusible_ops.autocast_mode import current_model_init
@@ -318,16 +319,17 @@ class GroupedLinear(BasicOperation):
         scales: Tensor | None = None,
         glu_interleave: int = 0,
         db: Tensor | None = None,
+        plans: Plans = NO_PLANS,
     ) -> ParamGrads:
         """Gradients in the order of `ctx.held`, or None for weights whose gradient went elsewhere or waits.
 
         dy [T, N] (as `[gate | linear]` if glu_interleave), x [T, K] (None if the weights are frozen). db: the gradient
-        of the bias [G, N], where it is known already.
+        of the bias [G, N], where it is known already. plans: of these kernels, for calls that are alike.
         """
         if x is None:
             return [None] * (len(self._weight_keys) + len(self._bias_keys))
         pair = (x, dy) if self.transposed_weight else (dy, x)
-        weight_grads = self._weight_grads(ctx.held.weights, WeightGrad(kernels, *pair, offsets, glu_interleave))
+        weight_grads = self._weight_grads(ctx.held.weights, WeightGrad(kernels, *pair, offsets, glu_interleave, plans))
         if not self.has_bias:
             return weight_grads
         db = kernels.grouped_dbias(dy, offsets, scales, glu_interleave) if db is None else db

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.quantization.formats import Format
 from fusible_ops import autocast_mode
 from fusible_ops.delayed_scaling import DelayedScales, loaded_scales, saved_scales
@@ -33,38 +34,32 @@ class OperationContext:
     split_sizes: those of the grouped linear before this op in the run (for the first ops: after them), if there is one;
     rows past their sum are no tokens. held: the op's parameters as forward finds them. wants: which of them required a
     gradient at forward, in their order; extra_wants: which extra inputs did. unchanged: parameters that backward reads;
-    it raises before anything runs if one was changed in place.
+    it raises before anything runs if one was changed in place. kernels: where to call kernels, in forward and backward
+    (`cute_kernels.ops.entry_points`). plans: for those calls of this op that are alike whenever this context's
+    attributes and the facts of all inputs and parameters of the run are.
     Any further attribute may be attached; tensors go through `save_for_backward` and are in `saved_tensors` during
     backward.
     """
 
+    requires_grad: bool = False
+    input_requires_grad: bool = False
     autocast_dtype: torch.dtype | None = None
     recipe: Recipe | None = None
+    owner: str = ""
     split_sizes: Tensor | None = None
     held: Held
+    wants: tuple[bool, ...] = ()
+    extra_wants: tuple[bool, ...] = ()
     unchanged: Unchanged | None = None
+    kernels: Any = None
+    plans: Plans = NO_PLANS
     to_save: tuple[Tensor | None, ...] = ()
     saved_tensors: tuple[Any, ...] = ()
 
-    def __init__(
-        self,
-        requires_grad: bool = False,
-        input_requires_grad: bool = False,
-        owner: str = "",
-        wants: tuple[bool, ...] = (),
-        extra_wants: tuple[bool, ...] = (),
-    ) -> None:
-        self.requires_grad = requires_grad
-        self.input_requires_grad = input_requires_grad
-        self.owner = owner
-        self.wants = wants
-        self.extra_wants = extra_wants
-
-    def copy(self) -> OperationContext:
-        """Another context with the same attributes."""
-        other = OperationContext.__new__(OperationContext)
-        other.__dict__.update(self.__dict__)
-        return other
+    @classmethod
+    def kind(cls, **same: Any) -> type[OperationContext]:
+        """A class of contexts that have these attributes; a new context of it costs nothing for them."""
+        return type(cls.__name__, (cls,), same)
 
     if TYPE_CHECKING:
 
@@ -176,8 +171,8 @@ class BasicOperation(FusibleOperation):
     def check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], owner: str) -> None:
         """Raise for extra inputs that this op cannot take; called for all ops before any runs.
 
-        x: the input of the run, which has the rows. owner: how the error calls this op. It may read types, dtypes,
-        shapes and devices, those of parameters too: for the same ones it is not asked again.
+        x: the input of the run, which has the rows. owner: how the error calls this op. It may read facts of tensors
+        (`cute_kernels.facts`), of parameters too: for the same ones it is not asked again.
         """
 
     def check_wants(self, held: Held, wants: Sequence[bool], owner: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from cute_kernels.catalog import SEPARATE_SPAN_BYTES
+from cute_kernels.facts import NO_PLANS, Plans, facts
 from fusible_ops import casts
 from fusible_ops.quantized_tensor import QuantizedTensor
 
@@ -29,7 +30,6 @@ def parameters_of(op: nn.Module) -> list[Parameter]:
 
 
 _KIND = attrgetter("dtype", "shape")
-_PLACE = attrgetter("dtype", "device")
 _VERSION = attrgetter("_version")
 
 
@@ -39,8 +39,6 @@ def are_packed(tensors: Sequence[Tensor]) -> bool:
     Called for all parameters at every forward, since `p.data` may be replaced at any time: no loop in Python.
     """
     first, count = tensors[0], len(tensors)
-    if count == 1:
-        return first.is_contiguous()
     start, step = first.data_ptr(), first.numel() * first.element_size()
     if step == 0 or list(map(Tensor.data_ptr, tensors)) != list(range(start, start + count * step, step)):
         return False
@@ -66,12 +64,19 @@ class Held:
         transposed: bool = False,
     ) -> None:
         self.parameters, self.weights, self.biases, self.transposed = parameters, weights, biases, transposed
-        self.weights_packed = not weights or are_packed(weights)
-        self.biases_packed = not biases or are_packed(biases)
+        self.weights_packed = len(weights) < 2 or are_packed(weights)
+        self.biases_packed = len(biases) < 2 or are_packed(biases)
 
-    def kind(self) -> object:
-        """Dtype and device of the parameters, hashable; if they agree in both, those of the first."""
-        return _PLACE(self.weights[0]) if self.weights else tuple(map(_PLACE, self.parameters))
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weights, and the biases, are one tensor or lie as one."""
+        return self.weights_packed and self.biases_packed
+
+    def kind(self) -> tuple[object, ...]:
+        """All that a call depends on beside values and addresses: facts, of those that are packed the first's."""
+        if not (self.weights and self.weights_packed and self.biases_packed):
+            return tuple(map(facts, self.parameters))
+        return facts(self.weights[0]), facts(self.biases[0]) if self.biases else None
 
     def operands(self, dtype: torch.dtype, records: bool) -> list[Tensor]:
         """The weights, [N, K]: `[one stacked tensor]`, or the separate tensors if they are not packed.
@@ -90,7 +95,7 @@ class Held:
         if weights[0].dtype is not dtype:
             return casts.cast(weights, dtype, records, lambda: [_cast(weights, self.weights_packed, 3, dtype)])
         casts.forget(weights)
-        if self.weights_packed or len(weights) == 1:
+        if self.weights_packed:
             return [_readable(_whole(weights, 3))]
         separate = [_readable(p.detach()) for p in weights]
         places = [t.data_ptr() for t in separate]
@@ -106,7 +111,7 @@ class Held:
         if biases[0].dtype is not dtype:
             return casts.cast(biases, dtype, records, lambda: [_cast(biases, self.biases_packed, 2, dtype)])[0]
         casts.forget(biases)
-        if self.biases_packed or len(biases) == 1:
+        if self.biases_packed:
             return _whole(biases, 2)
         return torch.stack([p.detach() for p in biases])
 
@@ -184,7 +189,7 @@ class WeightGrad:
     """One weight-gradient product, computed when `compute` or `accumulate_into` is called.
 
     dw_g = dy_gᵀ x_g. kernels: `cute_kernels.reference` or `cute_kernels.ops`. glu_interleave: how the weight's rows
-    lie. For a weight stored [K, N], dy and x have changed places.
+    lie. For a weight stored [K, N], dy and x have changed places. plans: for products that are alike.
     """
 
     kernels: Any
@@ -192,6 +197,7 @@ class WeightGrad:
     x: Tensor
     offsets: Tensor
     glu_interleave: int = 0
+    plans: Plans = NO_PLANS
 
     def compute(self, weights: Sequence[Parameter]) -> list[Tensor]:
         """A fresh gradient for each parameter; views of one buffer. In FP32 for FP32 parameters (autocast)."""
@@ -200,7 +206,8 @@ class WeightGrad:
             dw = torch.empty(shape, dtype=torch.float32, device=self.x.device)
             self.write([dw], accumulate=False)
         else:
-            dw = self.kernels.grouped_wgrad(self.dy, self.x, self.offsets, self.glu_interleave)
+            more = {} if self.plans is NO_PLANS else {"plans": self.plans}
+            dw = self.kernels.grouped_wgrad(self.dy, self.x, self.offsets, self.glu_interleave, **more)
         if len(weights) > 1:
             return list(dw.unbind(0))
         return [dw if weights[0].dim() == 3 else dw.view_as(weights[0])]

@@ -6,6 +6,7 @@ Weights: one [G, N, K], or G tensors [N, K] at multiples of 16 bytes within 32 G
 [K, N] and given as the transposed view, which products take as they are, but a gated activation does not.
 sm_margin: SMs to leave free. counter: int32 [1] zero, if CTAs are to take tiles as they go (dynamic scheduling), and
 zero again afterwards; launches that share one must not overlap. None: tiles are dealt out beforehand (static).
+plans: where a caller keeps what follows from facts, for calls that are alike.
 Errors: ValueError, before anything is launched, that names the argument and the limit.
 """
 
@@ -29,6 +30,7 @@ from cute_kernels.catalog import (
     SM90_GROUPED_GEMM_DGRAD,
     Kernel,
 )
+from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.hopper.configs import Options, choose, grid_size
 from cute_kernels.hopper.device_table import addresses, device_table
 from cute_kernels.hopper.operands import (
@@ -63,8 +65,8 @@ ARCH = SM90_GROUPED_GEMM.arch
 class Plan:
     """What follows from the facts of all operands of one product.
 
-    rows: of x. n, k: rows and columns of one group's weight. tiles: column tiles of the product. grid: CTAs.
-    readable: rows may be read as they lie.
+    rows: of x. n, k: rows and columns of one group's weight. width: columns of the activation (of the pre-activation's
+    gradient). tiles: column tiles of the product. grid: CTAs. readable: rows may be read as they lie.
     """
 
     kernel: Kernel
@@ -72,6 +74,7 @@ class Plan:
     rows: int
     n: int
     k: int
+    width: int
     tiles: int
     grid: int
     readable: bool
@@ -86,14 +89,15 @@ def grouped_gemm(
     bias_scale: Tensor | None = None,
     sm_margin: int = 0,
     counter: Tensor | None = None,
+    plans: Plans = NO_PLANS,
 ) -> Tensor:
     """`reference.grouped_gemm`: y [T, N]."""
     scale = None if bias is None else bias_scale
-    plan = _gemm_plan(
+    plan = plans.get(_gemm_plan) or plans.keep(_gemm_plan, _gemm_plan(
         facts(x), list_facts(weights), facts(offsets), facts_or_none(bias), facts_or_none(scale),
         sm_margin, facts_or_none(counter),
-    )  # fmt: skip
-    y = torch.empty(plan.rows, plan.n, dtype=x.dtype, device=x.device)
+    ))  # fmt: skip
+    y = x.new_empty(plan.rows, plan.n)
     _run(plan, x, weights, offsets, counter, (y, _whole(bias), _contiguous(scale)))
     return y
 
@@ -129,12 +133,13 @@ def grouped_gemm_dgrad(
     glu_interleave: int = 0,
     sm_margin: int = 0,
     counter: Tensor | None = None,
+    plans: Plans = NO_PLANS,
 ) -> Tensor:
     """`reference.grouped_gemm_dgrad`: dx [T, K]."""
-    plan = _dgrad_plan(
+    plan = plans.get(_dgrad_plan) or plans.keep(_dgrad_plan, _dgrad_plan(
         facts(dy), list_facts(weights), facts(offsets), glu_interleave, sm_margin, facts_or_none(counter)
-    )
-    dx = torch.empty(plan.rows, plan.k, dtype=dy.dtype, device=dy.device)
+    ))  # fmt: skip
+    dx = dy.new_empty(plan.rows, plan.k)
     _run(plan, dy, weights, offsets, counter, (dx, None, None))
     return dx
 
@@ -175,17 +180,18 @@ def grouped_gemm_act(
     zero_tail: bool = True,
     sm_margin: int = 0,
     counter: Tensor | None = None,
+    plans: Plans = NO_PLANS,
 ) -> tuple[Tensor, Tensor | None]:
     """`reference.grouped_gemm_act`: (act [T, I], preact [T, N] or None).
 
     zero_tail=False leaves the tail rows of both undefined.
     """
-    plan = _act_plan(
+    plan = plans.get(_act_plan) or plans.keep(_act_plan, _act_plan(
         facts(x), list_facts(weights), facts(offsets), activation, facts_or_none(bias), facts_or_none(probs),
         glu_interleave, save_preact, zero_tail, sm_margin, facts_or_none(counter),
-    )  # fmt: skip
-    act = torch.empty(plan.rows, plan.n // activation.halves, dtype=x.dtype, device=x.device)
-    preact = torch.empty(plan.rows, plan.n, dtype=x.dtype, device=x.device) if save_preact else None
+    ))  # fmt: skip
+    act = x.new_empty(plan.rows, plan.width)
+    preact = x.new_empty(plan.rows, plan.n) if save_preact else None
     _run(plan, x, weights, offsets, counter, (act, preact, _whole(bias), _contiguous(probs)))
     return act, preact
 
@@ -233,18 +239,19 @@ def grouped_gemm_dact(
     zero_tail: bool = True,
     sm_margin: int = 0,
     counter: Tensor | None = None,
+    plans: Plans = NO_PLANS,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`reference.grouped_gemm_dact`: (dpreact, act or None, dprobs FP32 [T] or None).
 
     zero_tail=False leaves the tail rows of dpreact and act undefined; those of dprobs are always zero.
     """
-    plan = _dact_plan(
+    plan = plans.get(_dact_plan) or plans.keep(_dact_plan, _dact_plan(
         facts(dy), list_facts(weights), facts(offsets), facts(preact), activation, facts_or_none(probs),
         need_act, need_dprobs, zero_tail, sm_margin, facts_or_none(counter),
-    )  # fmt: skip
-    dpreact = torch.empty(preact.shape, dtype=dy.dtype, device=dy.device)
-    act = torch.empty(plan.rows, plan.k, dtype=dy.dtype, device=dy.device) if need_act else None
-    partial = torch.empty(plan.rows, plan.tiles, dtype=torch.float32, device=dy.device) if need_dprobs else None
+    ))  # fmt: skip
+    dpreact = dy.new_empty(plan.rows, plan.width)
+    act = dy.new_empty(plan.rows, plan.k) if need_act else None
+    partial = dy.new_empty(plan.rows, plan.tiles, dtype=torch.float32) if need_dprobs else None
     preact = preact if plan.readable else readable(preact)
     _run(plan, dy, weights, offsets, counter, (dpreact, act, partial, preact, _contiguous(probs)))
     return dpreact, act, None if partial is None else _sum_of_rows(partial)
@@ -297,7 +304,9 @@ def _plan(
     """by_row: operands that the kernel reads by rows, x first. columns: of the product."""
     rows, tiles = by_row[0].shape[0], options.config.column_tiles(columns)
     grid = grid_size(rows, groups, tiles, multiprocessors(kernel, by_row[0].device, sm_margin))
-    return Plan(kernel, options, rows, n, k, tiles, grid, all(map(is_readable, by_row)), transposed)
+    halves = 1 if options.activation is None else options.activation.halves
+    width = k * halves if options.kind == "dact" else n // halves
+    return Plan(kernel, options, rows, n, k, width, tiles, grid, all(map(is_readable, by_row)), transposed)
 
 
 def _run(

@@ -3,7 +3,7 @@
 Shapes: dy [T, N], x [T, K] bf16 or fp16, N and K multiples of 8; offsets int32 [G+1]. Rows that 16-byte loads cannot
 address (a transposed view, an expanded gradient) are copied first.
 Buffers: one contiguous [G, N, K], or G contiguous [N, K] at multiples of 16 bytes, all bf16, fp16 or fp32.
-sm_margin, counter: as `grouped_gemm`.
+sm_margin, counter, plans: as `grouped_gemm`.
 Errors: ValueError, before anything is launched, that names the argument and the limit.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cute_kernels import launch
 from cute_kernels.catalog import SM90_GROUPED_WGRAD
+from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.hopper.device_table import addresses, device_table
 from cute_kernels.hopper.grouped_wgrad_configs import WgradConfig, choose
 from cute_kernels.hopper.operands import (
@@ -76,10 +77,11 @@ def grouped_wgrad(
     glu_interleave: int = 0,
     sm_margin: int = 0,
     counter: Tensor | None = None,
+    plans: Plans = NO_PLANS,
 ) -> Tensor:
     """`reference.grouped_wgrad`: [G, N, K] in x's dtype."""
-    dw = torch.empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
-    grouped_wgrad_([dw], dy, x, offsets, glu_interleave, sm_margin=sm_margin, counter=counter)
+    dw = x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
+    grouped_wgrad_([dw], dy, x, offsets, glu_interleave, sm_margin=sm_margin, counter=counter, plans=plans)
     return dw
 
 
@@ -92,12 +94,13 @@ def grouped_wgrad_(
     accumulate: bool = False,
     sm_margin: int = 0,
     counter: Tensor | None = None,
+    plans: Plans = NO_PLANS,
 ) -> None:
     """`reference.grouped_wgrad_`: write into `out`, or add to it."""
-    plan = _plan(
+    plan = plans.get(_plan) or plans.keep(_plan, _plan(
         list_facts(out), facts(dy), facts(x), facts(offsets),
         glu_interleave, accumulate, sm_margin, facts_or_none(counter),
-    )  # fmt: skip
+    ))  # fmt: skip
     if dy.shape[0] == 0:
         if not accumulate:
             torch._foreach_zero_(list(out))

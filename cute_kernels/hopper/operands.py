@@ -1,80 +1,29 @@
 """What host functions ask of their tensors before a launch: rows that 16-byte vectors can address, int32 offsets.
 
-Checks read no more than `TensorFacts`. What follows from the facts of all operands (options, grid, shapes of results)
-is worked out once for each combination: host functions keep it with `functools.lru_cache`, which keeps no refusal.
+Checks read no more than facts. What follows from the facts of all operands (options, grid, shapes of results) is worked
+out once for each combination: host functions keep it with `functools.lru_cache`, which keeps no refusal.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_kernels.catalog import Kernel
+from cute_kernels.facts import VECTOR_BYTES as VECTOR_BYTES
+from cute_kernels.facts import ListFacts as ListFacts
+from cute_kernels.facts import TensorFacts as TensorFacts
+from cute_kernels.facts import facts as facts
+from cute_kernels.facts import facts_or_none as facts_or_none
+from cute_kernels.facts import list_facts as list_facts
 from cute_kernels.hopper.configs import sms_left
 from cute_kernels.limits import raise_refusal
 from cute_kernels.target import Target
 
-VECTOR_BYTES = 16
 MOST_ROWS = 1 << 30  # rows lie in ragged tensors of that extent
 KEPT = 2048  # combinations of facts that a host function keeps; every row count makes new ones
 
 _multiprocessors: dict[tuple[str, torch.device], int] = {}  # by kernel and device that fit each other
-
-
-class TensorFacts(NamedTuple):
-    """What checks read of a tensor. aligned: it starts at a multiple of 16 bytes."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    strides: tuple[int, ...]
-    device: torch.device
-    aligned: bool
-
-    def is_contiguous(self) -> bool:
-        """As `Tensor.is_contiguous`."""
-        step = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != step:
-                return 0 in self.shape
-            step *= size
-        return True
-
-    def is_transposed(self) -> bool:
-        """Whether its last two dimensions, exchanged, would make it contiguous, which it is not."""
-        swapped = (*range(len(self.shape) - 2), -1, -2)
-        shape, strides = (tuple(x[i] for i in swapped) for x in (self.shape, self.strides))
-        return not self.is_contiguous() and self._replace(shape=torch.Size(shape), strides=strides).is_contiguous()
-
-
-class ListFacts(NamedTuple):
-    """What checks read of a list of tensors. kinds: their facts, those that differ; length: how many tensors."""
-
-    kinds: tuple[TensorFacts, ...]
-    length: int
-
-    @property
-    def separate(self) -> bool:
-        """Whether it is G tensors, not one stacked [G, N, K]."""
-        return self.length != 1 or len(self.kinds[0].shape) != 3
-
-
-_new = tuple.__new__  # half the time of TensorFacts(...), and a launch makes four
-
-
-def facts(t: Tensor) -> TensorFacts:
-    return _new(TensorFacts, (t.dtype, t.shape, t.stride(), t.device, t.data_ptr() % VECTOR_BYTES == 0))
-
-
-def facts_or_none(t: Tensor | None) -> TensorFacts | None:
-    return None if t is None else facts(t)
-
-
-def list_facts(tensors: Sequence[Tensor]) -> ListFacts:
-    kinds = (facts(tensors[0]),) if len(tensors) == 1 else tuple(dict.fromkeys(map(facts, tensors)))
-    return _new(ListFacts, (kinds, len(tensors)))
 
 
 def readable(t: Tensor) -> Tensor:

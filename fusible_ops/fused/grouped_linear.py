@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from cute_kernels.ops import entry_points
 from fusible_ops.fused.parts import (
     activation_at,
     as_rows,
+    checked_dtype,
+    incoming,
     like_rows_of,
     linear_at,
     no_grads,
@@ -40,16 +41,14 @@ class FusedGroupedLinear(FusedOperation):
         **_: Any,
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs
-        self.fc.op.check_input(input_, ctx.owner)
-        dtype = ctx.compute_dtype(self.fc.weight_dtype)
+        kernels, dtype = ctx.kernels, checked_dtype(self.fc.op, ctx, input_)
         x, scales = as_rows(input_, dtype), self.fc.scales(extras)
         needs_grad = basic_op_ctxs[-1].requires_grad
         weights = ctx.held.operands(dtype, needs_grad)
         bias = self.fc.bias(basic_op_ctxs, dtype, needs_grad)
         rows = row_factor(scales, dtype)
-        kernels = entry_points(x, self.fc.split_sizes(extras), rows, *weights)
         offsets = self.fc.offsets(kernels, x.shape[0], extras)
-        y = kernels.grouped_gemm(x, weights, offsets, bias, rows)
+        y = kernels.grouped_gemm(x, weights, offsets, bias, rows, plans=ctx.plans)
         if needs_grad:
             ctx.input_shape, ctx.dtype = input_.shape, dtype
             ctx.unchanged = Unchanged(ctx.held.weights) if ctx.input_requires_grad else None
@@ -65,14 +64,13 @@ class FusedGroupedLinear(FusedOperation):
         ctx = basic_op_ctxs[0]
         x, offsets, rows, bias, *weights = ctx.saved_tensors
         grads, extra_grads = no_grads(basic_op_ctxs)
-        dy = as_rows(grad_output, ctx.dtype).contiguous()
-        kernels = entry_points(dy, offsets, rows, *weights)
-        self.fc.put_grads(basic_op_ctxs, grads, kernels, dy, x, offsets, scales=rows)
+        kernels, dy = ctx.kernels, incoming(grad_output, ctx.dtype)
+        self.fc.put_grads(basic_op_ctxs, grads, kernels, dy, x, offsets, scales=rows, plans=ctx.plans)
         if self.fc.wants_dscales(basic_op_ctxs):
             extra_grads[0] = [None, viewed(kernels.grouped_dscale(dy, bias, offsets), ctx.scales_shape)]
         dx = None
         if ctx.input_requires_grad:
-            dx = viewed(kernels.grouped_gemm_dgrad(dy, weights, offsets), ctx.input_shape)
+            dx = viewed(kernels.grouped_gemm_dgrad(dy, weights, offsets, plans=ctx.plans), ctx.input_shape)
         return dx, grads, extra_grads
 
 
@@ -97,19 +95,19 @@ class GroupedLinearActivation(FusedOperation):
         **_: Any,
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs
-        self.fc.op.check_input(input_, ctx.owner)
+        kernels, dtype = ctx.kernels, checked_dtype(self.fc.op, ctx, input_)
         probs = self.act.probs(extras)
-        dtype = ctx.compute_dtype(self.fc.weight_dtype)
         needs_grad = basic_op_ctxs[-1].requires_grad
         x, weights = as_rows(input_, dtype), ctx.held.operands(dtype, needs_grad)
         bias = self.fc.bias(basic_op_ctxs, dtype, needs_grad)
         rows = row_factor(probs, dtype)
-        kernels = entry_points(x, self.fc.split_sizes(extras), rows, *weights)
         offsets = self.fc.offsets(kernels, x.shape[0], extras)
         if self.fc.covers_all_rows:
             rows = probs_of_tokens(rows, basic_op_ctxs[self.act.at])
         activation, block = self.act.op.activation, self.act.op.glu_interleave
-        y, preact = kernels.grouped_gemm_act(x, weights, offsets, activation, bias, rows, block, save_preact=needs_grad)
+        y, preact = kernels.grouped_gemm_act(
+            x, weights, offsets, activation, bias, rows, block, save_preact=needs_grad, plans=ctx.plans
+        )
         if needs_grad:
             ctx.input_shape, ctx.dtype = input_.shape, dtype
             ctx.unchanged = Unchanged(ctx.held.weights) if ctx.input_requires_grad else None
@@ -124,17 +122,16 @@ class GroupedLinearActivation(FusedOperation):
         ctx = basic_op_ctxs[0]
         x, preact, offsets, rows, *weights = ctx.take_saved()
         grads, extra_grads = no_grads(basic_op_ctxs)
-        dy = as_rows(grad_output, ctx.dtype).contiguous()
-        kernels = entry_points(dy, preact, offsets, rows, *weights)
+        kernels, dy = ctx.kernels, incoming(grad_output, ctx.dtype)
         dpreact, dprobs = kernels.dact(
             dy, preact, offsets, rows, self.act.op.activation, need_dprobs=self.act.wants_dprobs(basic_op_ctxs)
         )
         del preact
         block = self.act.op.glu_interleave
-        self.fc.put_grads(basic_op_ctxs, grads, kernels, dpreact, x, offsets, glu_interleave=block)
+        self.fc.put_grads(basic_op_ctxs, grads, kernels, dpreact, x, offsets, glu_interleave=block, plans=ctx.plans)
         if dprobs is not None:
             extra_grads[self.act.at] = [viewed(dprobs, ctx.probs_shape)]
         dx = None
         if ctx.input_requires_grad:
-            dx = viewed(kernels.grouped_gemm_dgrad(dpreact, weights, offsets, block), ctx.input_shape)
+            dx = viewed(kernels.grouped_gemm_dgrad(dpreact, weights, offsets, block, plans=ctx.plans), ctx.input_shape)
         return dx, grads, extra_grads

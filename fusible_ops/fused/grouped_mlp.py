@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from cute_kernels.ops import entry_points
+from cute_kernels.facts import NO_PLANS
 from fusible_ops.fused.parts import (
     activation_at,
     as_rows,
+    checked_dtype,
+    incoming,
     like_rows_of,
     linear_at,
     no_grads,
@@ -55,16 +57,15 @@ class GroupedMLP(FusedOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         fc1, act_op, fc2 = self.fc1, self.act.op, self.fc2
         ctx, ctx2, extras = basic_op_ctxs[0], basic_op_ctxs[fc2.at], basic_op_extra_inputs
-        fc1.op.check_input(input_, ctx.owner)
-        dtype = ctx.compute_dtype(fc1.weight_dtype)
+        kernels, dtype = ctx.kernels, checked_dtype(fc1.op, ctx, input_)
         needs_grad = basic_op_ctxs[-1].requires_grad
         fc2_alone = needs_grad and not ctx2.input_requires_grad
         x, probs, scales = as_rows(input_, dtype), self.act.probs(extras), fc2.scales(extras)
         weights1, weights2 = ctx.held.operands(dtype, needs_grad), ctx2.held.operands(dtype, needs_grad)
         splits1, splits2 = fc1.split_sizes(extras), fc2.split_sizes(extras)
-        kernels = entry_points(x, splits1, splits2, probs, scales, weights1[0], weights2[0])
         offsets1 = fc1.offsets(kernels, x.shape[0], extras)
         same_offsets = same_values(splits1, splits2)
+        plans1, plans2 = (ctx.plans, ctx2.plans) if same_offsets else (NO_PLANS, NO_PLANS)
         offsets2 = offsets1 if same_offsets else fc2.offsets(kernels, x.shape[0], extras)
         rows, factors = row_factor(probs, dtype), row_factor(scales, dtype)
         if fc1.covers_all_rows or not same_offsets:
@@ -79,9 +80,10 @@ class GroupedMLP(FusedOperation):
             act_op.glu_interleave,
             save_preact=needs_grad and not fc2_alone,
             zero_tail=not same_offsets,
+            plans=plans1,
         )
         bias2 = fc2.bias(basic_op_ctxs, dtype, needs_grad)
-        y = kernels.grouped_gemm(act, weights2, offsets2, bias2, factors)
+        y = kernels.grouped_gemm(act, weights2, offsets2, bias2, factors, plans=plans2)
         if needs_grad:
             kept1, kept2 = weights1 if ctx.input_requires_grad else [], [] if fc2_alone else weights2
             ctx.unchanged = Unchanged(ctx.held.weights) if kept1 else None
@@ -112,8 +114,8 @@ class GroupedMLP(FusedOperation):
         x, act, preact, offsets1, offsets2, rows, scales, bias2, *weights = ctx.take_saved()
         weights1, weights2 = weights[: ctx.num_weights1], weights[ctx.num_weights1 :]
         grads, extra_grads = no_grads(basic_op_ctxs)
-        dy = as_rows(grad_output, ctx.dtype).contiguous()
-        kernels = entry_points(dy, x, preact, rows, scales, *weights)
+        kernels, dy = ctx.kernels, incoming(grad_output, ctx.dtype)
+        plans1, plans2 = (ctx.plans, ctx2.plans) if ctx.same_offsets else (NO_PLANS, NO_PLANS)
         dpreact, dprobs = None, None
         if preact is not None:
             dpreact, act, dprobs = kernels.grouped_gemm_dact(
@@ -126,16 +128,17 @@ class GroupedMLP(FusedOperation):
                 need_act=ctx2.wants[0],
                 need_dprobs=self.act.wants_dprobs(basic_op_ctxs),
                 zero_tail=not ctx.same_offsets,
+                plans=plans2,
             )
         del preact
-        fc2.put_grads(basic_op_ctxs, grads, kernels, dy, act, offsets2, scales=scales)
+        fc2.put_grads(basic_op_ctxs, grads, kernels, dy, act, offsets2, scales=scales, plans=plans2)
         del act
         block, dx = act_op.glu_interleave, None
         if dpreact is not None:
-            fc1.put_grads(basic_op_ctxs, grads, kernels, dpreact, x, offsets1, glu_interleave=block)
+            fc1.put_grads(basic_op_ctxs, grads, kernels, dpreact, x, offsets1, glu_interleave=block, plans=plans1)
         del x
         if ctx.input_requires_grad:
-            dx = viewed(kernels.grouped_gemm_dgrad(dpreact, weights1, offsets1, block), ctx.input_shape)
+            dx = viewed(kernels.grouped_gemm_dgrad(dpreact, weights1, offsets1, block, plans=plans1), ctx.input_shape)
         if dprobs is not None:
             extra_grads[self.act.at] = [viewed(dprobs, ctx.probs_shape)]
         if fc2.wants_dscales(basic_op_ctxs):

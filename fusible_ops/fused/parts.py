@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
+from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, Plans
 from fusible_ops.activations import ActivationOperation, ScaledActivation
 from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.linear import BasicLinear, Bias
@@ -26,6 +27,25 @@ def as_rows(t: Tensor, dtype: torch.dtype) -> Tensor:
     """t [..., C] as [T, C] in `dtype`; t itself if it is so."""
     rows = t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
     return rows if rows.dtype is dtype else rows.to(dtype)
+
+
+def checked_dtype(op: GroupedLinear | BasicLinear, ctx: OperationContext, input_: Tensor) -> torch.dtype:
+    """The dtype to compute in. Raises for an input that the op cannot take."""
+    known = ctx.plans.get(checked_dtype)
+    if known is None:
+        op.check_input(input_, ctx.owner)
+        known = ctx.plans.keep(checked_dtype, ctx.compute_dtype(op.weight_dtype))
+    return known
+
+
+def incoming(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient that autograd gives [..., C] as [T, C] in `dtype`, contiguous and from a multiple of 16 bytes on, so
+    that it has the same facts at every backward.
+    """
+    rows = as_rows(grad, dtype)
+    if rows.stride() == (rows.shape[1], 1) and rows.data_ptr() % VECTOR_BYTES == 0:
+        return rows
+    return torch.empty(rows.shape, dtype=dtype, device=rows.device).copy_(rows)
 
 
 def like_rows_of(y: Tensor, x: Tensor) -> Tensor:
@@ -102,8 +122,8 @@ class GroupedPart:
         offsets: Tensor,
         **layout: Any,
     ) -> None:
-        """Compute the parameters' gradients and put them in this op's place. `layout`: scales, glu_interleave, db (see
-        `GroupedLinear.parameter_grads`).
+        """Compute the parameters' gradients and put them in this op's place. `layout`: scales, glu_interleave, db,
+        plans (see `GroupedLinear.parameter_grads`).
         """
         grads[self.at] = self.op.parameter_grads(ctxs[self.at], kernels, dy, x, offsets, **layout)
 
@@ -153,10 +173,11 @@ class DensePart:
         scales: Tensor | None = None,
         glu_interleave: int = 0,
         db: Tensor | None = None,
+        plans: Plans = NO_PLANS,
     ) -> None:
         weights = ctxs[self.at].held.weights
         if x is not None:
-            grad = WeightGrad(kernels, dy, x, offsets, glu_interleave)
+            grad = WeightGrad(kernels, dy, x, offsets, glu_interleave, plans)
             if self.op.accumulate_into_main_grad:
                 grads[self.at] = accumulate_main_grads(weights, grad, self.op.label())
             else:
