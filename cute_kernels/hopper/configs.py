@@ -3,8 +3,8 @@
 A Config is a value: hashable, printable, part of the key that a compiled kernel is cached under. `choose` is pure.
 """
 
+import math
 from dataclasses import dataclass, fields
-from typing import Any
 
 from cute_kernels.activation import Activation
 
@@ -12,32 +12,32 @@ SMEM_BYTES = 232_448
 """Shared memory that one CTA may use on SM90, in bytes (227 KiB)."""
 
 CONSUMERS = 2
-"""Consumer warpgroups."""
+"""Consumer warpgroups, which take whole tiles in turn."""
 
-MOST_PADDING = 1.05
-"""Columns multiplied with tiles of 192 over columns multiplied with tiles of 256 from where on the latter are taken.
+SETS = 2
+"""Sets of pieces that a warpgroup fetches the saved pre-activation into, in turn."""
 
-Turns were 2 to 15 % faster, padding counted in, where this ratio was 0.94 to 1.03 (H200, 2026-11-30, nine products).
-"""
+MANY_ROWS = 2048
+"""Rows beyond which rounds of tiles are too many for the last one to matter, and one more row changes nothing."""
+
+TILES = ((128, 192), (128, 128), (64, 128), (64, 64))
+"""Tiles to choose from, (rows, columns), the first where all else is equal."""
 
 
 @dataclass(frozen=True)
 class Config:
     """Static shape of one grouped-GEMM kernel. Tiles in elements, registers per thread.
 
-    pingpong: the consumer warpgroups take whole tiles in turn; else they share each tile, 64 rows each.
-    pieces: a warpgroup's pieces of staging memory, 64 rows x piece_cols: what it rounds, swizzles and stores at a time.
+    pieces: a warpgroup's pieces of staging memory, 64 rows x 32 columns: what is swizzled and stored at a time.
     strip: column tiles after which the next row of tiles begins, 0 for all of them.
     """
 
     tile_m: int = 128
-    tile_n: int = 256
+    tile_n: int = 192
     tile_k: int = 64
-    stages: int = 4
-    pieces: int = 2
-    piece_cols: int = 64
-    pingpong: bool = False
-    strip: int = 0
+    stages: int = 5
+    pieces: int = 3
+    strip: int = 8
     producer_registers: int = 24
     consumer_registers: int = 240
     element_bytes: int = 2
@@ -45,27 +45,23 @@ class Config:
     def smem_bytes(self) -> int:
         """Upper bound of the shared memory used: operands, staging, and one KiB each for barriers and bias."""
         operands = self.stages * (self.tile_m + self.tile_n) * self.tile_k
-        staging = CONSUMERS * self.pieces * 64 * self.piece_cols
+        staging = CONSUMERS * self.pieces * 64 * 32
         return (operands + staging) * self.element_bytes + 2048
-
-    def row_blocks(self) -> int:
-        """Blocks of 64 rows whose sums one consumer warpgroup holds."""
-        return self.tile_m // 64 if self.pingpong else self.tile_m // (64 * CONSUMERS)
 
     def column_tiles(self, columns: int) -> int:
         """Tiles that cover `columns` columns of the product."""
         return -(-columns // self.tile_n)
 
-    def refusals(self) -> tuple[str, ...]:
-        """Why this configuration cannot run; empty if it can."""
+    def refusals(self, kind: str, gated: bool = False) -> tuple[str, ...]:
+        """Why this configuration cannot run that epilogue; empty if it can."""
         threads = 128 * (self.producer_registers + CONSUMERS * self.consumer_registers)
-        widths = (192,) if self.pingpong else (128, 256)
+        pieces, what_for = fewest_pieces(kind, gated)
         checks = (
-            (self.tile_m == 64 * CONSUMERS, f"tile_m must be {64 * CONSUMERS}: 64 rows a consumer warpgroup, or 128"),
-            (self.tile_n in widths, f"tile_n must be one of {widths}: whole pieces, and sums that fit the registers"),
-            (self.piece_cols in (32, 64), "piece_cols must be 32 or 64: rows of 64 or 128 bytes, swizzled"),
+            (self.tile_m in (64, 128), "tile_m must be 64 or 128: blocks of 64 rows, and sums that fit the registers"),
+            (self.tile_n in (64, 128, 192), "tile_n must be 64, 128 or 192: pieces in pairs, sums that fit"),
             (self.tile_k == 64, "tile_k must be 64: one 128-byte swizzle atom of 16-bit elements"),
             (self.stages >= 2, "stages must be at least 2: one is read while the next is filled"),
+            (self.pieces >= pieces, f"pieces must be at least {pieces}: {what_for}"),
             (threads <= 65_536, f"registers of all threads must fit 65536; they are {threads}"),
             (self.smem_bytes() <= SMEM_BYTES, f"shared memory must fit {SMEM_BYTES} bytes; it is {self.smem_bytes()}"),
         )
@@ -113,59 +109,86 @@ class Choice:
     reasons: tuple[str, ...]
 
 
-TURNS = (
-    "192 columns, a whole tile a warpgroup in turn: one multiplies while the other is in its epilogue",
-    "3 pieces of 4 KiB leave room for a fifth stage: up to 4 % faster than 4 pieces of 8 KiB and 4 stages",
+@dataclass(frozen=True)
+class Spread:
+    """What the host knows of the work: rows (as `row_class` says) of so many groups, on so many SMs; not the splits."""
+
+    rows: int = MANY_ROWS + 1
+    groups: int = 1
+    sms: int = 132
+
+
+COMMON = (
+    "a whole tile a warpgroup in turn: one multiplies while the other is in its epilogue",
+    "pieces of 4 KiB leave room for more stages: up to 4 % faster than pieces of 8 KiB",
     "strips of 8 column tiles: up to 8 % faster than whole rows of tiles",
     "no clusters: pairs of CTAs that share x were no faster, and slower where column tiles are odd",
 )
-"""Why a kernel takes turns, measured on an H200 (2026-11-30)."""
+"""Why every configuration is as it is, measured on an H200 (2026-11-30)."""
 
 
-def deepest(tile_n: int, pieces: int, **facts: Any) -> Config:
-    """The configuration of this tile with the most stages that fit."""
-    for stages in range(8, 1, -1):
-        config = Config(tile_n=tile_n, stages=stages, pieces=pieces, **facts)
-        if not config.refusals():
-            return config
-    raise ValueError(f"no stage count fits tile_n={tile_n} with {pieces} pieces")
+def fewest_pieces(kind: str, gated: bool) -> tuple[int, str]:
+    """(pieces that a warpgroup's epilogue needs, what for)."""
+    if kind == "dact":
+        return SETS * (3 if gated else 2), f"{SETS} sets of {'gate, up' if gated else 'the pre-activation'} and act"
+    return 2, "one is formed while one leaves"
 
 
-def choose(kind: str, columns: int, gated: bool = False, glu_interleave: int = 0) -> Choice:
+def deepest(tile_m: int, tile_n: int, kind: str, gated: bool) -> Config:
+    """The configuration of this tile with the most stages that fit beside the epilogue's pieces, three or more."""
+    pieces = max(3, fewest_pieces(kind, gated)[0])
+    configs = (Config(tile_m, tile_n, stages=stages, pieces=pieces) for stages in range(12, 1, -1))
+    return next(config for config in configs if not config.refusals(kind, gated))
+
+
+def clocks(tile_m: int, tile_n: int) -> float:
+    """Clocks that a stage of such a tile takes an SM: the larger of multiplying and of loading 64 bytes a clock.
+
+    128 x 128, where both are equal, was measured to take 4.5 % more, in products of many rows (H200, 2026-11-30).
+    """
+    multiplying, loading = tile_m * tile_n / 32, 2 * (tile_m + tile_n)
+    return 1.045 * loading if multiplying == loading else max(multiplying, loading)
+
+
+def cost(tile: tuple[int, int], columns: int, spread: Spread) -> float:
+    """Clocks a stage that all tiles take, if the rows are in one group: of whole rounds of tiles where rows are few.
+
+    It ordered the tiles as their times did in 84 products of 64 to 2048 rows, save for ties (H200, 2026-11-30).
+    """
+    tile_m, tile_n = tile
+    rounds = -(-spread.rows // tile_m) * -(-columns // tile_n) / spread.sms
+    return (math.ceil(rounds) if spread.rows <= MANY_ROWS else rounds) * clocks(*tile)
+
+
+def choose(kind: str, columns: int, spread: Spread = Spread(), gated: bool = False) -> Choice:
     """The configuration for one kernel.
 
     kind: "store" (product, optional bias), "act" (product and activation) or "dact" (product and its gradient).
     columns: columns of the product as the weight states them (2I for a gated "act"). gated: f has two inputs.
+
+    Nobody knows the splits here. The cost is that of all rows in one group, which leaves most SMs idle; where groups
+    have 64 rows or fewer on average, tiles of 64 rows are taken if they cost no more than the widest tile, because
+    even splits would leave half of every larger tile empty.
     """
     if kind not in ("store", "act", "dact"):
         raise ValueError(f"kind must be 'store', 'act' or 'dact'; it is {kind!r}")
-    halves = 2 if gated and kind == "act" else 1
-    if kind == "dact":
-        pieces = 5 if gated else 3
-        beside = f"{pieces} pieces: two sets of {'gate and up' if gated else 'the pre-activation'} in turn, and act"
-    else:
-        why_not = against_pingpong(columns, halves, glu_interleave)
-        if not why_not:
-            return Choice(deepest(192, 3, piece_cols=32, pingpong=True, strip=8), TURNS)
-        pieces, beside = 2, f"two pieces in turn, one fills while one is stored; {why_not}"
-    if columns <= 128 and halves == 1:
-        return Choice(deepest(128, pieces), ("128 columns: a wider tile would multiply zeros", beside))
-    why = "gate and up halves of 128 columns meet in one thread" if halves == 2 else "fewest operand bytes"
-    return Choice(deepest(256, pieces), (f"256 columns: {why}", beside))
+    costs = {tile: cost(tile, columns, spread) for tile in TILES}
+    low = [tile for tile in TILES if tile[0] == 64 and costs[tile] <= costs[TILES[0]]]
+    sparse = spread.rows <= 64 * spread.groups and bool(low)
+    best = min(low if sparse else TILES, key=costs.__getitem__)
+    shown = ", ".join(f"{m} x {n}: {clocks:.0f}" for (m, n), clocks in costs.items())
+    why = [f"{best[0]} x {best[1]}: fewest clocks a stage if all rows are in one group ({shown})"]
+    if sparse:
+        why.append("of tiles of 64 rows: groups have no more than that on average, and the others would be half empty")
+    return Choice(deepest(*best, kind, gated), (*why, *COMMON))
 
 
-def against_pingpong(columns: int, halves: int, glu_interleave: int) -> str:
-    """Why warpgroups that take tiles of 192 columns in turn do not suit; empty if they do."""
-    half, width = 192 // halves, columns // halves
-    if halves == 2 and glu_interleave and half % glu_interleave:
-        return f"no turns: boxes of {half} rows do not hold whole blocks of {glu_interleave}"
-    narrow, wide = -(-width // half) * half, -(-width // (256 // halves)) * (256 // halves)
-    if columns <= 128 or narrow > MOST_PADDING * wide:
-        return "no turns: 192 columns would multiply more zeros"
-    return ""
+def row_class(rows: int) -> int:
+    """Rows as `choose` sees them: in steps of 64, and all counts beyond MANY_ROWS alike."""
+    return min(-(-rows // 64) * 64, MANY_ROWS + 1)
 
 
-def grid_size(rows: int, groups: int, column_tiles: int, sms: int, tile_m: int = 128) -> int:
+def grid_size(rows: int, groups: int, column_tiles: int, sms: int, tile_m: int) -> int:
     """CTAs to launch: one an SM, and no more than tiles can exist for any split of `rows`."""
     most_row_tiles = min(rows, rows // tile_m + groups)
     return max(1, min(sms, most_row_tiles * column_tiles))

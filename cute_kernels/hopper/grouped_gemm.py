@@ -31,7 +31,7 @@ from cute_kernels.catalog import (
     Kernel,
 )
 from cute_kernels.facts import NO_PLANS, Plans
-from cute_kernels.hopper.configs import Options, choose, grid_size
+from cute_kernels.hopper.configs import Options, Spread, choose, grid_size, row_class
 from cute_kernels.hopper.device_table import addresses, device_table
 from cute_kernels.hopper.operands import (
     KEPT,
@@ -119,7 +119,7 @@ def _gemm_plan(
     check_factor(kernel, "bias_scale", scale, x)
     transposed = are_transposed(kernel, weights)
     options = _options(
-        kernel, "store", x.dtype, n, K=k, N=n, contracts_rows=transposed,
+        kernel, "store", x.dtype, n, _spread(kernel, x, groups), K=k, N=n, contracts_rows=transposed,
         separate=weights.separate, has_bias=bias is not None, factor=_name(scale),
         dynamic=check_counter(kernel.name, counter, x),
     )  # fmt: skip
@@ -161,7 +161,7 @@ def _dgrad_plan(
     if transposed and glu_interleave:
         raise ValueError(f"{kernel.name}: glu_interleave is {glu_interleave}, needs 0 for weights stored [K, N]")
     options = _options(
-        kernel, "store", dy.dtype, k, K=k, N=n,
+        kernel, "store", dy.dtype, k, _spread(kernel, dy, groups), K=k, N=n,
         contracts_rows=not transposed, separate=weights.separate, glu_interleave=glu_interleave,
         dynamic=check_counter(kernel.name, counter, dy),
     )  # fmt: skip
@@ -219,9 +219,9 @@ def _act_plan(
         raise ValueError(f"{kernel.name}: N is {n}, needs gate and up halves of the same size for {activation.kind}")
     transposed = are_transposed(kernel, weights)
     options = _options(
-        kernel, "act", x.dtype, n, K=k, N=n, I=n // activation.halves, activation=activation,
-        glu_interleave=glu_interleave, separate=weights.separate, has_bias=bias is not None, factor=_name(probs),
-        keeps=save_preact, zero_tail=zero_tail, contracts_rows=transposed,
+        kernel, "act", x.dtype, n, _spread(kernel, x, groups), K=k, N=n, I=n // activation.halves,
+        activation=activation, glu_interleave=glu_interleave, separate=weights.separate, has_bias=bias is not None,
+        factor=_name(probs), keeps=save_preact, zero_tail=zero_tail, contracts_rows=transposed,
         dynamic=check_counter(kernel.name, counter, x),
     )  # fmt: skip
     return _plan(kernel, options, (x,), groups, n, k, n, sm_margin, transposed)
@@ -278,7 +278,8 @@ def _dact_plan(
     check_factor(kernel, "probs", probs, dy)
     transposed = are_transposed(kernel, weights)
     options = _options(
-        kernel, "dact", dy.dtype, width, H=h, I=width, activation=activation, contracts_rows=not transposed,
+        kernel, "dact", dy.dtype, width, _spread(kernel, dy, groups), H=h, I=width,
+        activation=activation, contracts_rows=not transposed,
         separate=weights.separate, factor=_name(probs), keeps=need_act, has_dprobs=need_dprobs, zero_tail=zero_tail,
         dynamic=check_counter(kernel.name, counter, dy),
     )  # fmt: skip
@@ -303,7 +304,8 @@ def _plan(
 ) -> Plan:
     """by_row: operands that the kernel reads by rows, x first. columns: of the product."""
     rows, tiles = by_row[0].shape[0], options.config.column_tiles(columns)
-    grid = grid_size(rows, groups, tiles, multiprocessors(kernel, by_row[0].device, sm_margin))
+    sms = multiprocessors(kernel, by_row[0].device, sm_margin)
+    grid = grid_size(rows, groups, tiles, sms, options.config.tile_m)
     halves = 1 if options.activation is None else options.activation.halves
     width = k * halves if options.kind == "dact" else n // halves
     return Plan(kernel, options, rows, n, k, width, tiles, grid, all(map(is_readable, by_row)), transposed)
@@ -354,6 +356,7 @@ def _options(
     kind: str,
     dtype: torch.dtype,
     columns: int,
+    spread: Spread,
     *,
     activation: Activation | None = None,
     glu_interleave: int = 0,
@@ -364,14 +367,20 @@ def _options(
     **facts: Any,
 ) -> Options:
     """Checks what does not depend on the call's memory, once for each shape, and gathers it."""
-    interleave = glu_interleave if activation is None or activation.is_glu else 0
+    gated = activation is not None and activation.is_glu
+    interleave = glu_interleave if activation is None or gated else 0
     kind_of_f = activation and activation.kind
     kernel.require(
         dtype=dtype_name(dtype), K=K, N=N, I=I, H=H, glu_interleave=interleave, activation=kind_of_f,
         transposed_weight=kind == "act" and facts["contracts_rows"],
     )  # fmt: skip
-    config = choose(kind, columns, activation is not None and activation.is_glu, interleave).config
+    config = choose(kind, columns, spread, gated).config
     return Options(kind, dtype_name(dtype), config, activation=activation, glu_interleave=interleave, **facts)
+
+
+def _spread(kernel: Kernel, x: TensorFacts, groups: int) -> Spread:
+    """What is known of the work before the device knows the splits; all SMs, so that a margin changes no bits."""
+    return Spread(row_class(x.shape[0]), groups, multiprocessors(kernel, x.device, 0))
 
 
 def _name(factor: TensorFacts | None) -> str:

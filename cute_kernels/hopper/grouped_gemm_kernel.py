@@ -4,30 +4,26 @@ Shapes: x [T, C] row-major; W stacked [G, N, K] or separate [N, K] tensors; offs
 The product contracts K (forward: C = K, one output column a weight row) or N (dgrad and dact: C = N, one output column
 a weight column). 16-bit elements, FP32 sums. What becomes of the sums is the epilogue's business.
 
-Tiles of 128 rows x 256, 192 or 128 columns, 64 contracted elements a stage. A tile never spans groups: rows at or past
-the group's end are computed from whatever follows (each row only reaches its own result) and not stored.
-
-Two divisions of work, as the configuration says:
-
-    shared     both consumer warpgroups on every tile of 256 or 128 columns, 64 rows each
-    in turn    (ping-pong) each on every other tile of 192 columns, all its rows: 192 sums a thread
+Tiles of 128 or 64 rows x 192, 128 or 64 columns, 64 contracted elements a stage. A tile never spans groups: rows at or
+past the group's end are computed from whatever follows (each row only reaches its own result) and not stored. The
+columns of a gated tile are 32 of gate, the 32 of up that belong to them, 32 of gate, ...: one box of the weight each.
 
 Roles, one CTA per SM, 384 threads, each role walking the same schedule:
     warp 0      loads x and W tiles by TMA; dynamic, takes this CTA's tiles one by one (see `tickets`)
-    warp 1      loads what the epilogue asked for (the saved pre-activation), piece by piece, by TMA
     warps 2, 3  zero the results' tail rows, offsets[G] to T, beside the products
-    warps 4-7, 8-11   two consumer warpgroups: WGMMA, then the epilogue
+    warps 4-7, 8-11   two consumer warpgroups, in turn on a whole tile each (ping-pong): WGMMA, then the epilogue, which
+                fetches by TMA what it reads besides (the saved pre-activation)
 
 Pipelines:
-    ring    warp 0 -> the consumer warps of the tile, 8 or in turn 4 (one arrival each), `stages` deep, one transaction
-            count for x and W boxes; in turn, a warpgroup skips the stages of the other's tile
-    extra   warp 1 -> the leading warp of each consumer warpgroup, two sets of pieces deep
+    ring    warp 0 -> the 4 consumer warps of the tile (one arrival each), `stages` deep, one transaction count for x
+            and W boxes; a warpgroup skips the stages of the other's tile
+    filled  a warpgroup -> itself: a transaction barrier for each of its two sets of fetched pieces; the first two of a
+            tile are asked for before its products
     turns   two named barriers of 256 threads: a warpgroup waits at its own before it multiplies; the other arrives
             there when it has issued its last product, and once before the first tile
 
-Timeline of a tile: the ring runs ahead into the next tile while the consumers are in the epilogue; inside the main loop
-one WGMMA group stays in flight and the stage before it is released. Shared, the tensor cores idle during the epilogue;
-in turn, they work for the other warpgroup.
+Timeline of a tile: the ring runs ahead into the next tile while its warpgroup is in the epilogue and the tensor cores
+work for the other; inside the main loop one WGMMA group stays in flight and the stage before it is released.
 """
 
 from typing import Any, NamedTuple
@@ -43,7 +39,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.hopper import tickets
-from cute_kernels.hopper.configs import CONSUMERS, Options
+from cute_kernels.hopper.configs import CONSUMERS, SETS, Options
 from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.activation import Activate
 from cute_kernels.hopper.epilogues.dactivation import Differentiate
@@ -74,13 +70,6 @@ class Ring(NamedTuple):
     tiles: Any
 
 
-class Source(NamedTuple):
-    """A TMA atom and the coordinates it reads."""
-
-    atom: Any
-    tensor: Any
-
-
 class GroupedGemm:
     """The kernel for one set of options."""
 
@@ -89,13 +78,14 @@ class GroupedGemm:
         self.dtype = DTYPES[options.dtype]
         self.tile_m, self.tile_n, self.tile_k, self.stages = config.tile_m, config.tile_n, config.tile_k, config.stages
         self.registers = config.producer_registers, config.consumer_registers
-        self.pingpong, self.strip = config.pingpong, config.strip
+        self.strip = config.strip
         self.contracts_rows, self.separate = options.contracts_rows, options.separate
         self.block, self.dynamic = options.glu_interleave, options.dynamic
         self.epilogue = make_epilogue(options)
         gated = options.kind == "act" and options.activation is not None and options.activation.is_glu
-        self.boxes = 2 if gated else 1
-        """W boxes a stage: gate rows and up rows."""
+        self.halves = 2 if gated else 1
+        """Halves of the weight's rows that meet in a tile, 32 of gate and 32 of up in turn."""
+        self.box_n = epilogue.COLS if gated else self.tile_n
         self.passes = 2 if options.kind == "store" and options.glu_interleave else 1
         """Halves that are contracted one after the other."""
 
@@ -111,40 +101,36 @@ class GroupedGemm:
         grid: Int32,
         stream,
     ):
-        tile, box = (self.tile_m, self.tile_n, self.tile_k), (self.tile_m, self.tile_n // self.boxes, self.tile_k)
+        tile, box = (self.tile_m, self.tile_n, self.tile_k), (self.tile_m, self.box_n, self.tile_k)
         w_major = LayoutEnum.COL_MAJOR if const_expr(self.contracts_rows) else LayoutEnum.ROW_MAJOR
         layout_x = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.stages)
         layout_w = sm90.make_smem_layout_b(w_major, tile, self.dtype, self.stages)
-        layout_box = sm90.make_smem_layout_b(w_major, box, self.dtype, self.stages * self.boxes)
-        cut = self.epilogue.cut
-        layout_staging = epilogue.staging_layout(CONSUMERS * self.epilogue.pieces, self.dtype, cut.cols)
+        layout_box = sm90.make_smem_layout_b(w_major, box, self.dtype, self.stages * (self.tile_n // self.box_n))
+        layout_staging = epilogue.staging_layout(CONSUMERS * self.epilogue.pieces, self.dtype)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        view = weight_view(w, self.boxes * self.passes, self.block, self.contracts_rows, self.separate)
+        view = weight_view(w, self.halves * self.passes, self.block, self.contracts_rows, self.separate)
         one_x, one_box = cute.slice_(layout_x, (None, None, 0)), cute.slice_(layout_box, (None, None, 0))
         atom_x, tma_x = cpasync.make_tiled_tma_atom(load, rows_view(x, self.passes), one_x, (tile[0], tile[2]))
         atom_w, tma_w = cpasync.make_tiled_tma_atom(load, view, one_box, (box[1], box[2]))
         atom_e, tma_e = None, None
         if const_expr(self.epilogue.fetched > 0):
             saved = rows_view(self.epilogue.Args(*epilogue_args).preact, self.epilogue.fetched)
-            one = epilogue.staging_layout(1, self.dtype)
-            atom_e, tma_e = cpasync.make_tiled_tma_atom(
-                load, saved, cute.slice_(one, (None, None, 0)), (epilogue.ROWS, epilogue.COLS)
-            )
-        sinks = [epilogue.make_sink(cut, *sink) for sink in self.epilogue.sinks(self.epilogue.Args(*epilogue_args))]
+            one = cute.slice_(epilogue.staging_layout(1, self.dtype), (None, None, 0))
+            atom_e, tma_e = cpasync.make_tiled_tma_atom(load, saved, one, (epilogue.ROWS, epilogue.COLS))
+        sinks = [epilogue.make_sink(*sink) for sink in self.epilogue.sinks(self.epilogue.Args(*epilogue_args))]
         sinks += [(None, None)] * (2 - len(sinks))
         major = OperandMajorMode.MN if const_expr(self.contracts_rows) else OperandMajorMode.K
-        sharing = 1 if const_expr(self.pingpong) else CONSUMERS
         mma = sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (sharing, 1, 1), (64, self.tile_n)
+            self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (1, 1, 1), (64, self.tile_n)
         )
-        bias_values = CONSUMERS * 2 * epilogue.HALF if const_expr(self.has_bias(epilogue_args)) else 8
+        bias_values = CONSUMERS * epilogue.BIAS if const_expr(self.has_bias(epilogue_args)) else 8
 
         @cute.struct
         class Storage:
             ring: cute.struct.MemRange[Int64, self.stages * 2]
             tickets: cute.struct.MemRange[Int64, tickets.DEPTH * 2]
             numbers: cute.struct.MemRange[Int32, tickets.DEPTH]
-            extra: cute.struct.MemRange[Int64, max(1, self.epilogue.sets) * 2]
+            filled: cute.struct.MemRange[Int64, CONSUMERS * SETS]
             bias: cute.struct.Align[cute.struct.MemRange[self.dtype, bias_values], 16]
             x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_x)], 1024]
             w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_w)], 1024]
@@ -205,15 +191,22 @@ class GroupedGemm:
             cpasync.prefetch_descriptor(atom_x)
             cpasync.prefetch_descriptor(atom_w)
         memory = cutlass_memory.SmemAllocator().allocate(self.Storage)
-        fetched = CONSUMERS * self.epilogue.fetched * epilogue.ROWS * epilogue.COLS
-        extra = self.make_pipe(memory.extra, self.epilogue.sets, CONSUMERS, fetched, True)
-        readers = 4 if const_expr(self.pingpong) else 4 * CONSUMERS
+        if warp == 1:
+            with cute.arch.elect_one():
+                for barrier in range_constexpr(CONSUMERS * SETS):
+                    cute.arch.mbarrier_init(memory.filled.data_ptr() + barrier, 1)
         taken = None
         if const_expr(self.dynamic):
             numbers = memory.numbers.get_tensor(cute.make_layout(tickets.DEPTH))
-            listeners = readers + (self.epilogue.fetched > 0)
-            taken = tickets.make(counter, memory.tickets.data_ptr(), numbers, listeners)
-        pipe = self.make_pipe(memory.ring, self.stages, readers, (self.tile_m + self.tile_n) * self.tile_k, False)
+            taken = tickets.make(counter, memory.tickets.data_ptr(), numbers, 4)
+        pipe = pipeline.PipelineTmaAsync.create(
+            num_stages=self.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4),
+            tx_count=(self.tile_m + self.tile_n) * self.tile_k * self.dtype.width // 8,
+            barrier_storage=memory.ring.data_ptr(),
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+        )
         ring = Ring(
             memory.x.get_tensor(layout_x.outer, swizzle=layout_x.inner),
             memory.w.get_tensor(layout_w.outer, swizzle=layout_w.inner),
@@ -221,46 +214,31 @@ class GroupedGemm:
             (cute.size(tma_w, mode=[1]) + self.tile_k - 1) // self.tile_k,
         )
         tiles = memory.staging.get_tensor(layout_staging.outer, swizzle=layout_staging.inner)
-        box_n = self.tile_n // self.boxes
-        column_tiles = (cute.size(tma_w, mode=[0]) + box_n - 1) // box_n
+        width = self.tile_n // self.halves
+        column_tiles = (cute.size(tma_w, mode=[0]) + width - 1) // width
         walk = Walk(offsets, offsets.shape[0] - 1, column_tiles, cta, ctas, taken)
         if group_of_warps == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
-                self.produce(pipe, ring, Source(atom_x, tma_x), Source(atom_w, tma_w), table, walk)
-            if const_expr(self.epilogue.fetched > 0):  # noqa: SIM102 (traced, then run)
-                if warp == 1:
-                    self.fetch(extra, Source(atom_e, tma_e), tiles, walk)
+                self.produce(pipe, ring, epilogue.Source(atom_x, tma_x), epilogue.Source(atom_w, tma_w), table, walk)
             if warp >= 2:
                 self.zero_tail(args, walk, cta * 64 + thread - 64, ctas * 64)
         if group_of_warps > 0:
             cute.arch.setmaxregister_increase(self.registers[1])
             consumer = group_of_warps - 1
-            bias = memory.bias.get_tensor(cute.make_layout((2 * epilogue.HALF, CONSUMERS)))
+            bias = memory.bias.get_tensor(cute.make_layout((epilogue.BIAS, CONSUMERS)))
             room = epilogue.Room(
                 tiles,
                 consumer * self.epilogue.pieces,
                 bias[None, consumer] if const_expr(self.has_bias(epilogue_args)) else None,
                 pipeline.NamedBarrier(barrier_id=group_of_warps, num_threads=128),
                 (epilogue.Sink(atom_0, tma_0), epilogue.Sink(atom_1, tma_1)),
+                epilogue.Source(atom_e, tma_e),
+                memory.filled.data_ptr() + consumer * SETS,
                 thread % 128,
                 warp % 4 == 0,
             )
-            self.consume(pipe, ring, extra, mma, room, args, walk, consumer)
-
-    def make_pipe(self, barriers, stages: int, warps: int, elements: int, more_follow: bool):
-        """One thread fills, `warps` warps give back; a stage is full with `elements`. None if there are none."""
-        if elements == 0:
-            return None
-        return pipeline.PipelineTmaAsync.create(
-            num_stages=stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, warps),
-            tx_count=elements * self.dtype.width // 8,
-            barrier_storage=barriers.data_ptr(),
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-            defer_sync=more_follow,
-        )
+            self.consume(pipe, ring, mma, room, args, walk, consumer)
 
     def number(self, walk: Walk, entry):
         """The number of this CTA's tile `entry`, for who only reads it; see `tickets`."""
@@ -282,7 +260,7 @@ class GroupedGemm:
         return locate(walk.offsets, walk.column_tiles, self.tile_m, self.strip, number, group, first)
 
     @cute.jit
-    def produce(self, pipe, ring: Ring, x: Source, w: Source, table, walk: Walk):
+    def produce(self, pipe, ring: Ring, x: epilogue.Source, w: epilogue.Source, table, walk: Walk):
         """Warp 0: fill the ring, tile after tile."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         entry, group, first = Int32(0), Int32(0), Int32(0)
@@ -295,8 +273,8 @@ class GroupedGemm:
                 place = table[group].to(Int32)
             rows = cute.domain_offset((tile.row, 0, 0), x.tensor)
             tiles_x = cute.local_tile(rows, (self.tile_m, self.tile_k), (0, None, None))
-            box = (self.tile_n // self.boxes, self.tile_k)
-            tiles_w = cute.local_tile(w.tensor[None, None, None, place], box, (tile.column_tile, None, None))
+            box, boxes = (self.box_n, self.tile_k), self.tile_n // self.box_n
+            tiles_w = cute.local_tile(w.tensor[None, None, None, place], box, (None, None, None))
             to_x, from_x = partition(x.atom, ring.x, tiles_x)
             to_w, from_w = partition(w.atom, ring.w_boxes, tiles_w)
             taken = Int32(0)
@@ -308,45 +286,18 @@ class GroupedGemm:
                     pipe.producer_acquire(state)
                     full = pipe.producer_get_barrier(state)
                     cute.copy(x.atom, from_x[None, k, half], to_x[None, state.index], tma_bar_ptr=full)
-                    for part in range_constexpr(self.boxes):
-                        stage = self.boxes * state.index + part
-                        cute.copy(w.atom, from_w[None, k, half + part], to_w[None, stage], tma_bar_ptr=full)
+                    for part in range_constexpr(boxes):
+                        row = tile.column_tile * (boxes // self.halves) + part // self.halves
+                        source = from_w[None, row, k, half + part % self.halves]
+                        cute.copy(w.atom, source, to_w[None, boxes * state.index + part], tma_bar_ptr=full)
                     state.advance()
             entry += 1
             number = self.pass_on(walk, entry, taken)
             group, first = self.seek(walk, number, group, first)
         if const_expr(self.dynamic):
             tickets.close(walk.tickets, number, first, walk.ctas)
-            if const_expr(self.pingpong):  # the other warpgroup's end
-                self.pass_on(walk, entry + 1, number)
+            self.pass_on(walk, entry + 1, number)  # the other warpgroup's end
         pipe.producer_tail(state)
-
-    @cute.jit
-    def fetch(self, extra, saved: Source, tiles, walk: Walk):
-        """Warp 1: the saved pre-activation of each tile into the staging tiles, gate and up for both warpgroups."""
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.epilogue.sets)
-        entry, group, first = Int32(0), Int32(0), Int32(0)
-        number = self.number(walk, entry)
-        group, first = self.seek(walk, number, group, first)
-        while group < walk.groups:
-            tile = self.locate(walk, number, group, first)
-            rows = cute.domain_offset((tile.row, 0, 0), saved.tensor)
-            saved_tiles = cute.local_tile(rows, (epilogue.ROWS, epilogue.COLS), (None, None, None))
-            target, source = partition(saved.atom, tiles, saved_tiles)
-            wide = self.tile_n // epilogue.COLS
-            for piece in cutlass.range(wide, unroll=1):
-                extra.producer_acquire(state)
-                full = extra.producer_get_barrier(state)
-                for consumer in range_constexpr(CONSUMERS):
-                    for half in range_constexpr(self.epilogue.fetched):
-                        at = consumer * self.epilogue.pieces + state.index * self.epilogue.fetched + half
-                        column = tile.column_tile * wide + piece
-                        cute.copy(saved.atom, source[None, consumer, column, half], target[None, at], tma_bar_ptr=full)
-                state.advance()
-            entry += 1
-            number = self.number(walk, entry)
-            group, first = self.seek(walk, number, group, first)
-        extra.producer_tail(state)
 
     @cute.jit
     def zero_tail(self, args, walk: Walk, worker, workers):
@@ -355,38 +306,30 @@ class GroupedGemm:
             epilogue.zero_rows(out, walk.offsets[walk.groups], worker, workers)
 
     @cute.jit
-    def consume(self, pipe, ring: Ring, extra, mma, room, args, walk: Walk, consumer):
-        """A consumer warpgroup: products of its rows, then the epilogue, tile after tile."""
-        slice_of = mma.get_slice(0 if const_expr(self.pingpong) else consumer * 128)
+    def consume(self, pipe, ring: Ring, mma, room, args, walk: Walk, consumer):
+        """A consumer warpgroup: every other tile of the CTA, its products, then the epilogue."""
+        slice_of = mma.get_slice(0)
         fragment_x = mma.make_fragment_A(slice_of.partition_A(ring.x))
         fragment_w = mma.make_fragment_B(slice_of.partition_B(ring.w))
         acc = cute.make_rmem_tensor(slice_of.partition_shape_C((self.tile_m, self.tile_n)), Float32)
         sums = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        extra_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, max(1, self.epilogue.sets))
         others = Int32(ring.tiles * self.passes)  # stages of a tile of the other warpgroup
-        entry, step = Int32(0), 1
-        if const_expr(self.pingpong):
-            entry, step = Int32(consumer), CONSUMERS
-            state.advance(consumer * others)
-            if consumer == 1:
-                self.turn(0).arrive()
-        group, first = Int32(0), Int32(0)
+        state.advance(consumer * others)
+        if consumer == 1:
+            self.turn(0).arrive()
+        entry, group, first, phase = Int32(consumer), Int32(0), Int32(0), Int32(0)
         number = self.number(walk, entry)
         group, first = self.seek(walk, number, group, first)
         while group < walk.groups:
             tile = self.locate(walk, number, group, first)
-            if const_expr(not self.pingpong):
-                tile = tile._replace(row=tile.row + consumer * epilogue.ROWS)
             held = self.epilogue.load(args, tile, room)
-            if const_expr(self.pingpong):
-                epilogue.wait_sent(room.leads, 0)
-                self.turn(consumer).arrive_and_wait()
+            epilogue.wait_sent(room.leads, 0)
+            self.turn(consumer).arrive_and_wait()
             state = self.multiply(pipe, ring, state, mma, acc, fragment_x, fragment_w, consumer)
-            extra_state = self.epilogue.finish(args, held, sums, tile, room, extra, extra_state)
-            if const_expr(self.pingpong):
-                state.advance(others)
-            entry += step
+            phase = self.epilogue.finish(args, held, sums, tile, room, phase)
+            state.advance(others)
+            entry += CONSUMERS
             number = self.number(walk, entry)
             group, first = self.seek(walk, number, group, first)
         epilogue.wait_sent(room.leads, 0)
@@ -420,8 +363,7 @@ class GroupedGemm:
             pipe.consumer_release(used)
             used.advance()
             state.advance()
-        if const_expr(self.pingpong):
-            self.turn(1 - consumer).arrive()
+        self.turn(1 - consumer).arrive()
         warpgroup.wait_group(0)
         pipe.consumer_release(used)
         return state
@@ -430,12 +372,12 @@ class GroupedGemm:
 def make_epilogue(options: Options):
     """The epilogue object that the options ask for."""
     config = options.config
-    cut = epilogue.Cut(config.tile_n, config.row_blocks(), config.piece_cols)
+    cut = epilogue.Cut(config.tile_n, config.tile_m // 64)
     if options.kind == "store":
         return Store(cut, config.pieces, options.zero_tail)
     if options.kind == "act":
         return Activate(options.activation, cut, config.pieces, options.glu_interleave, options.zero_tail)
-    return Differentiate(options.activation, config.tile_n, options.keeps, options.zero_tail)
+    return Differentiate(options.activation, cut, options.keeps, options.zero_tail)
 
 
 def build(options: Options):

@@ -15,7 +15,7 @@ import pytest
 
 from cute_kernels import launch
 from cute_kernels.activation import Activation
-from cute_kernels.hopper.configs import Options, choose
+from cute_kernels.hopper.configs import Options, deepest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile")
 
@@ -24,54 +24,58 @@ SWIGLU = Activation("swiglu")
 CLAMPED = Activation("clamped_swiglu", 7.0, 1.702, 1.0)
 
 
-def options(kind: str, columns: int = 1024, dtype: str = "bfloat16", **facts) -> Options:
+def options(kind: str, tile: tuple[int, int] = (128, 192), dtype: str = "bfloat16", **facts) -> Options:
     activation = facts.get("activation")
-    gated = activation is not None and activation.is_glu
-    config = facts.pop("config", None) or choose(kind, columns, gated, facts.get("glu_interleave", 0)).config
+    config = deepest(*tile, kind, activation is not None and activation.is_glu)
     return Options(kind, dtype, config, contracts_rows=facts.pop("contracts_rows", kind == "dact"), **facts)
 
 
+SQUARE, LOW, SMALL = (128, 128), (64, 128), (64, 64)
+EVERYTHING = {"separate": True, "has_bias": True, "factor": "float32"}
+GRADIENTS = {"factor": "float32", "has_dprobs": True}
 CASES = {
     "store": options("store"),
-    "store_narrow": options("store", 64),
+    "store_square": options("store", SQUARE),
+    "store_low": options("store", LOW),
+    "store_small_bias_scale": options("store", SMALL, has_bias=True, factor="float32"),
     "store_bias_scale_fp16": options("store", dtype="float16", has_bias=True, factor="float32"),
-    "dgrad_interleaved_separate": options("store", contracts_rows=True, glu_interleave=32, separate=True),
-    "act_swiglu": options("act", activation=SWIGLU),
-    "act_clamped_everything": options(
-        "act", activation=CLAMPED, glu_interleave=1, separate=True, has_bias=True, factor="float32"
+    "dgrad": options("store", contracts_rows=True),
+    "dgrad_square_interleaved": options("store", SQUARE, contracts_rows=True, glu_interleave=32),
+    "dgrad_low": options("store", LOW, contracts_rows=True),
+    "dgrad_small_interleaved_separate": options("store", SMALL, contracts_rows=True, glu_interleave=1, separate=True),
+    "dgrad_interleaved_separate_fp16": options(
+        "store", dtype="float16", contracts_rows=True, glu_interleave=32, separate=True
     ),
-    "act_geglu": options("act", activation=Activation("geglu"), glu_interleave=32, factor="bfloat16"),
+    "act_swiglu": options("act", activation=SWIGLU, factor="float32"),
+    "act_square_swiglu": options("act", SQUARE, activation=SWIGLU, factor="float32"),
+    "act_low_swiglu": options("act", LOW, activation=SWIGLU, factor="float32"),
+    "act_small_swiglu": options("act", SMALL, activation=SWIGLU, factor="float32"),
+    "act_clamped_everything": options("act", activation=CLAMPED, glu_interleave=1, **EVERYTHING),
+    "act_square_clamped_everything": options("act", SQUARE, activation=CLAMPED, glu_interleave=32, **EVERYTHING),
+    "act_low_clamped_everything": options("act", LOW, activation=CLAMPED, glu_interleave=128, **EVERYTHING),
+    "act_geglu": options("act", activation=Activation("geglu"), glu_interleave=64, factor="bfloat16"),
     "act_srelu_bias": options("act", activation=Activation("srelu"), has_bias=True),
+    "act_small_gelu": options("act", SMALL, activation=Activation("gelu"), has_bias=True, factor="float32"),
     "act_gelu": options("act", activation=Activation("gelu"), has_bias=True, factor="float32"),
-    "store_turns": options("store", 960),
-    "store_turns_bias_scale": options("store", 1152, has_bias=True, factor="float32"),
-    "dgrad_turns": options("store", 1152, contracts_rows=True),
-    "dgrad_turns_interleaved_separate_fp16": options(
-        "store", 960, dtype="float16", contracts_rows=True, glu_interleave=32, separate=True
-    ),
-    "act_turns_swiglu": options("act", 1152, activation=SWIGLU, factor="float32"),
-    "act_turns_clamped_everything": options(
-        "act", 960, activation=CLAMPED, glu_interleave=32, separate=True, has_bias=True, factor="float32"
-    ),
-    "act_turns_gelu": options("act", 1152, activation=Activation("gelu"), has_bias=True, factor="float32"),
-    "act_turns_srelu_alone": options("act", 960, activation=Activation("srelu"), keeps=False),
+    "act_srelu_alone": options("act", activation=Activation("srelu"), keeps=False),
+    "dact_swiglu": options("dact", activation=SWIGLU, **GRADIENTS),
+    "dact_square_swiglu": options("dact", SQUARE, activation=SWIGLU, **GRADIENTS),
+    "dact_low_swiglu": options("dact", LOW, activation=SWIGLU, **GRADIENTS),
+    "dact_small_swiglu": options("dact", SMALL, activation=SWIGLU, **GRADIENTS),
+    "dact_clamped_separate": options("dact", activation=CLAMPED, separate=True, **GRADIENTS),
+    "dact_geglu": options("dact", activation=Activation("geglu"), **GRADIENTS),
+    "dact_gelu": options("dact", activation=Activation("gelu"), **GRADIENTS),
+    "dact_square_gelu": options("dact", SQUARE, activation=Activation("gelu"), **GRADIENTS),
     "dynamic_store": options("store", dynamic=True),
-    "dynamic_store_turns_bias_scale": options("store", 1152, has_bias=True, factor="float32", dynamic=True),
+    "dynamic_store_low_bias_scale": options("store", LOW, has_bias=True, factor="float32", dynamic=True),
     "dynamic_dgrad_interleaved_separate": options(
-        "store", 960, contracts_rows=True, glu_interleave=32, separate=True, dynamic=True
+        "store", contracts_rows=True, glu_interleave=32, separate=True, dynamic=True
     ),
-    "dynamic_act_swiglu": options("act", 1152, activation=SWIGLU, factor="float32", dynamic=True),
-    "dynamic_dact_swiglu": options("dact", activation=SWIGLU, factor="float32", has_dprobs=True, dynamic=True),
-    "dact_swiglu": options("dact", activation=SWIGLU, factor="float32", has_dprobs=True),
-    "dact_clamped_separate": options("dact", activation=CLAMPED, separate=True, factor="float32", has_dprobs=True),
-    "dact_gelu": options("dact", activation=Activation("gelu"), factor="float32", has_dprobs=True),
-    "store_transposed_bias_scale": options("store", 1152, contracts_rows=True, has_bias=True, factor="float32"),
-    "act_transposed_separate_srelu": options(
-        "act", 1152, activation=Activation("srelu"), contracts_rows=True, separate=True, has_bias=True, factor="float32"
-    ),
-    "dact_transposed_swiglu": options(
-        "dact", activation=SWIGLU, contracts_rows=False, factor="float32", has_dprobs=True
-    ),
+    "dynamic_act_swiglu": options("act", activation=SWIGLU, factor="float32", dynamic=True),
+    "dynamic_dact_swiglu": options("dact", activation=SWIGLU, dynamic=True, **GRADIENTS),
+    "store_transposed_bias_scale": options("store", contracts_rows=True, has_bias=True, factor="float32"),
+    "act_transposed_srelu": options("act", activation=Activation("srelu"), contracts_rows=True, **EVERYTHING),
+    "dact_transposed_swiglu": options("dact", activation=SWIGLU, contracts_rows=False, **GRADIENTS),
     "dact_srelu_least": options("dact", activation=Activation("srelu"), keeps=False, zero_tail=False),
 }
 
@@ -110,4 +114,4 @@ def test_compiles_without_spills_and_keeps_products_in_flight(case: str, tmp_pat
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == waits, "ptxas serialised the WGMMA pipeline (C75xx)"
     products = len(re.findall(r"wgmma\.mma_async", compiled.__ptx__))
     config = CASES[case].config
-    assert products == len(re.findall(r"\bHGMMA\b", sass)) == 2 * config.row_blocks() * config.tile_k // 16
+    assert products == len(re.findall(r"\bHGMMA\b", sass)) == 2 * (config.tile_m // 64) * config.tile_k // 16

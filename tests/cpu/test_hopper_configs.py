@@ -2,90 +2,129 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from cute_kernels.hopper.configs import SMEM_BYTES, Config, choose, deepest, grid_size, sms_left
+from cute_kernels.hopper.configs import (
+    MANY_ROWS,
+    SMEM_BYTES,
+    TILES,
+    Config,
+    Spread,
+    choose,
+    deepest,
+    grid_size,
+    row_class,
+    sms_left,
+)
 
-TURNS = Config(tile_n=192, stages=5, pieces=3, piece_cols=32, pingpong=True, strip=8)
+EPILOGUES = [(kind, gated) for kind in ("store", "act", "dact") for gated in (False, True)]
 CHOICES = [
-    choose(kind, columns, gated, interleave)
-    for kind in ("store", "act", "dact")
+    (kind, gated, choose(kind, columns, Spread(rows, groups), gated))
+    for kind, gated in EPILOGUES
     for columns in (8, 128, 136, 512, 4096)
-    for gated in (False, True)
-    for interleave in (0, 32, 128)
+    for rows in (64, 256, 2048, 2049)
+    for groups in (1, 64)
 ]
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_every_choice_runs_and_says_why(choice) -> None:
-    assert choice.config.refusals() == ()
+@pytest.mark.parametrize(("kind", "gated", "choice"), CHOICES)
+def test_every_choice_runs_and_says_why(kind: str, gated: bool, choice) -> None:
+    assert choice.config.refusals(kind, gated) == ()
     assert choice.config.smem_bytes() <= SMEM_BYTES
     assert choice.reasons and all(choice.reasons)
 
 
-def test_choices() -> None:
-    assert choose("store", 4096).config == TURNS
-    assert choose("act", 4096, gated=True, glu_interleave=32).config == TURNS
-    assert choose("act", 4096).config == TURNS
-    assert choose("store", 1024).config == Config(tile_n=256, stages=4, pieces=2)  # 6 x 192 is 12 % more
-    assert choose("store", 128).config.tile_n == 128
-    assert choose("act", 16, gated=True).config.tile_n == 256  # 128 gate and 128 up columns, however few are real
-    assert choose("act", 4096, gated=True, glu_interleave=64).config.tile_n == 256  # 64 does not divide 96
-    assert choose("dact", 4096, gated=True).config == Config(tile_n=256, stages=3, pieces=5)
-    assert choose("dact", 4096).config == Config(tile_n=256, stages=3, pieces=3)
-    assert choose("dact", 128, gated=True).config.tile_n == 128
+def tile(kind: str, columns: int, rows: int = MANY_ROWS + 1, groups: int = 1, sms: int = 132) -> tuple[int, int]:
+    config = choose(kind, columns, Spread(rows, groups, sms)).config
+    return config.tile_m, config.tile_n
+
+
+def test_many_rows_take_the_widest_tiles_unless_they_multiply_zeros() -> None:
+    assert choose("store", 4096).config == Config(stages=5, pieces=3)
+    assert choose("act", 4096, gated=True).config == Config(stages=5, pieces=3)
+    assert choose("dact", 2048, gated=True).config == Config(stages=4, pieces=6)
+    assert choose("dact", 2048).config == Config(stages=4, pieces=4)
+    assert tile("store", 2816) == (128, 192)  # 2.3 % zeros
+    assert tile("store", 1024) == tile("store", 128) == (128, 128)  # 6 x 192 is 12.5 % more
     with pytest.raises(ValueError, match="kind"):
         choose("wgrad", 64)
 
 
-def test_turns_leave_each_warpgroup_a_whole_tile() -> None:
-    assert TURNS.row_blocks() == 2 and Config().row_blocks() == 1
-    assert TURNS.smem_bytes() <= SMEM_BYTES < Config(tile_n=192, stages=6, pieces=3, pingpong=True).smem_bytes()
+def test_few_rows_take_tiles_that_fill_the_sms() -> None:
+    assert tile("act", 3072, 256, 8) == (64, 128)  # 96 tiles, where 128 x 192 makes 32
+    assert tile("act", 3072, 64, 8) == (64, 64)  # 48 tiles
+    assert tile("act", 3072, 512, 1) == (128, 128)  # 96 tiles; those of 64 x 128 need a second round
+    assert tile("act", 3072, 1024, 1) == (128, 192)  # 128 tiles
+    assert tile("store", 7168, 256, 1) == (128, 128)
+    assert tile("dact", 1536, 256, 8) == (64, 64)
+    assert tile("act", 3072, 256, 8, sms=32) == (128, 192)  # one round of them as well
 
 
-def test_deepest_leaves_no_room_for_another_stage() -> None:
-    for tile_n, pieces in ((256, 2), (256, 5), (128, 3)):
-        config = deepest(tile_n, pieces)
-        deeper = Config(tile_n=tile_n, stages=config.stages + 1, pieces=pieces)
-        assert config.stages == 8 or any("shared memory" in text for text in deeper.refusals())
-    with pytest.raises(ValueError, match="no stage count"):
-        deepest(256, 12)
+def test_groups_of_few_rows_take_tiles_of_64_rows_if_they_cost_no_more() -> None:
+    assert tile("store", 7168, 256, 64) == (64, 128)
+    assert tile("act", 4096, 2048, 64)[0] == 128
+
+
+def test_row_counts_that_choose_tells_apart() -> None:
+    assert [row_class(rows) for rows in (0, 1, 64, 65, 2048, 2049, 10**6)] == [0, 64, 64, 128, 2048, 2049, 2049]
+
+
+@pytest.mark.parametrize(("kind", "gated"), EPILOGUES)
+@pytest.mark.parametrize("shape", TILES)
+def test_deepest_leaves_no_room_for_another_stage(shape: tuple[int, int], kind: str, gated: bool) -> None:
+    config = deepest(*shape, kind, gated)
+    deeper = replace(config, stages=config.stages + 1)
+    assert config.refusals(kind, gated) == ()
+    assert config.stages == 12 or any("shared memory" in text for text in deeper.refusals(kind, gated))
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (Config(tile_m=64), "tile_m"),
-        (Config(tile_n=192), "tile_n"),
-        (Config(tile_n=256, pingpong=True), "tile_n"),
-        (Config(piece_cols=16), "piece_cols"),
+        (Config(tile_m=192), "tile_m"),
+        (Config(tile_n=256), "tile_n"),
+        (Config(tile_n=160), "tile_n"),
         (Config(tile_k=128), "tile_k"),
         (Config(stages=1), "stages"),
+        (Config(pieces=1), "pieces"),
         (Config(consumer_registers=256), "registers"),
-        (Config(stages=5), "shared memory"),
+        (Config(stages=6), "shared memory"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refusals_name_the_limit(config: Config, words: str) -> None:
-    assert any(words in text for text in config.refusals())
-
-
-def test_column_tiles_cover_all_columns() -> None:
-    assert [Config().column_tiles(columns) for columns in (8, 256, 264)] == [1, 1, 2]
+    assert any(words in text for text in config.refusals("store"))
 
 
 @pytest.mark.parametrize(
-    ("rows", "groups", "column_tiles", "sms", "grid"),
+    ("kind", "gated", "pieces"),
+    [("store", False, 2), ("act", True, 2), ("dact", False, 4), ("dact", True, 6)],
+)
+def test_pieces_are_refused_exactly_where_the_epilogue_lacks_them(kind: str, gated: bool, pieces: int) -> None:
+    assert Config(stages=3, pieces=pieces).refusals(kind, gated) == ()
+    (text,) = Config(stages=3, pieces=pieces - 1).refusals(kind, gated)
+    assert text.startswith(f"pieces must be at least {pieces}")
+
+
+def test_column_tiles_cover_all_columns() -> None:
+    assert [Config().column_tiles(columns) for columns in (8, 192, 200)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "column_tiles", "sms", "tile_m", "grid"),
     [
-        (32768, 8, 16, 132, 132),
-        (32768, 8, 16, 100, 100),
-        (128, 1, 1, 132, 2),  # one tile is needed, two is the bound for any split
-        (1, 1024, 1, 132, 1),
-        (0, 4, 3, 132, 1),
+        (32768, 8, 16, 132, 128, 132),
+        (32768, 8, 16, 100, 128, 100),
+        (128, 1, 1, 132, 128, 2),  # one tile is needed, two is the bound for any split
+        (128, 1, 1, 132, 64, 3),
+        (1, 1024, 1, 132, 128, 1),
+        (0, 4, 3, 132, 128, 1),
     ],
 )
-def test_grid(rows: int, groups: int, column_tiles: int, sms: int, grid: int) -> None:
-    assert grid_size(rows, groups, column_tiles, sms) == grid
+def test_grid(rows: int, groups: int, column_tiles: int, sms: int, tile_m: int, grid: int) -> None:
+    assert grid_size(rows, groups, column_tiles, sms, tile_m) == grid
 
 
 @pytest.mark.parametrize(

@@ -35,13 +35,14 @@ def ids(value: object) -> str | None:
     return value.encode() if isinstance(value, Activation) else None
 
 
-@pytest.fixture(params=["chosen", "cooperative"])
+@pytest.fixture(params=["chosen", "128x192", "128x128"])
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Both divisions of work: as `choose` says, and with the warpgroups sharing every tile."""
+    """The tiles that `choose` takes for few rows, and those for many."""
     from cute_kernels.hopper import configs, grouped_gemm
 
-    if request.param == "cooperative":
-        monkeypatch.setattr(configs, "MOST_PADDING", 0.0)
+    if request.param != "chosen":
+        rows, columns = map(int, request.param.split("x"))
+        monkeypatch.setattr(configs, "TILES", ((rows, columns),))
     kept = [made for name, made in vars(grouped_gemm).items() if name.endswith(("_options", "_plan"))]
     for made in kept:
         getattr(made, "cache_clear", lambda: None)()
@@ -208,7 +209,7 @@ def test_act_keeps_relative_accuracy_at_very_negative_gates() -> None:
 
 
 @pytest.mark.parametrize("splits", (*SPLITS, RAGGED, MANY), ids=str)
-def test_dact_swiglu(splits: Splits) -> None:
+def test_dact_swiglu(splits: Splits, variant: str) -> None:
     dy, w, offsets = rows_of(splits, 72), weights_of(splits, 72, 136), offsets_of(splits)
     preact, probs = rows_of(splits, 272), torch.rand(splits.rows, device="cuda")
     results = hopper("grouped_gemm_dact")(dy, w, offsets, preact, SWIGLU, probs, True, True)
@@ -217,7 +218,7 @@ def test_dact_swiglu(splits: Splits) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=ids)
-def test_dact_kinds(activation: Activation) -> None:
+def test_dact_kinds(activation: Activation, variant: str) -> None:
     dy, w, offsets = rows_of(RAGGED, 136), weights_of(RAGGED, 136, 264, separate=True), offsets_of(RAGGED)
     preact = 2 * rows_of(RAGGED, 264 * activation.halves)
     probs = torch.rand(RAGGED.rows, device="cuda").to(BF16)
@@ -228,7 +229,7 @@ def test_dact_kinds(activation: Activation) -> None:
         assert_bitwise_equal(second, first, name)
 
 
-def test_dact_without_options() -> None:
+def test_dact_without_options(variant: str) -> None:
     dy, w, offsets = rows_of(RAGGED, 136, FP16), weights_of(RAGGED, 136, 264, FP16), offsets_of(RAGGED)
     preact = rows_of(RAGGED, 528, FP16)
     results = hopper("grouped_gemm_dact")(dy, w, offsets, preact, SWIGLU, need_act=False)

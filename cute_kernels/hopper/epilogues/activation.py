@@ -1,8 +1,8 @@
 """act = round(f(round(acc + b))·p): the activation of a product whose gate and up columns meet in one thread.
 
 args: (act [T, I], preact [T, 2I or I] or None, bias [G, 2I or I] or None, probs [T] or None). The pre-activation is
-rounded first, stored as `[gate | up]`, and f is computed in FP32 from the rounded value. A gated tile is half gate
-columns, half up columns.
+rounded first, stored as `[gate | up]`, and f is computed in FP32 from the rounded value. A gated tile's
+columns are 32 of gate, then the 32 of up that belong to them, and so on.
 
 The functions come from the module named as the activation, beside this one: `GATED`, `forward(facts, *inputs)` and
 `backward(facts, *inputs)` (value, then one slope an input), written on FP32 scalars. A new activation is a new file.
@@ -27,15 +27,14 @@ def functions(kind: str):
 class Activate:
     """Round to the pre-activation, store it if wanted, apply f and the row's factor, round, store."""
 
-    sets = fetched = 0
+    fetched = 0
 
     def __init__(self, facts, cut: epilogue.Cut, pieces: int, glu_interleave: int, zero_tail: bool):
         self.facts, self.cut, self.pieces, self.zero_tail = facts, cut, pieces, zero_tail
         self.glu_interleave = glu_interleave
         self.curve = functions(facts.kind)
-        self.gated = self.curve.GATED
-        self.half = cut.tile_n // 2
-        self.width = self.half if self.gated else cut.tile_n
+        self.halves = 2 if self.curve.GATED else 1
+        self.width = cut.tile_n // self.halves
         """Columns of a tile within one half of the pre-activation, which are those of its act."""
 
     class Args(NamedTuple):
@@ -48,7 +47,7 @@ class Activate:
         return args.bias
 
     def sinks(self, args):
-        results = ((args.act, 1), (args.preact, 2 if self.gated else 1))
+        results = ((args.act, 1), (args.preact, self.halves))
         return results if args.preact is not None else results[:1]
 
     def zeroed(self, args):
@@ -60,39 +59,37 @@ class Activate:
         values = None
         if args.bias is not None:
             values, width = [], args.act.shape[1]
-            for half in range(2):
-                column = tile.column_tile * self.width + room.thread
-                if self.gated:
-                    index = epilogue.bias_column(column, half, width, self.glu_interleave)
-                else:
-                    index = column = column + half * self.half
+            for first in range(0, self.cut.tile_n, 128):
+                run, inside = (first + room.thread) // epilogue.COLS, room.thread % epilogue.COLS
+                half = run % self.halves
+                column = tile.column_tile * self.width + run // self.halves * epilogue.COLS + inside
+                index = epilogue.bias_column(column, half, width, self.glu_interleave) if self.halves == 2 else column
                 values.append(epilogue.read_bias(args.bias, tile.group, index, column, width))
         return epilogue.held(self.cut, values, args.probs, tile, room)
 
-    def finish(self, args, held, acc, tile, room, pipe, state):
-        dtype = args.act.element_type
-        factors = epilogue.unheld(held, room)
-        preact = epilogue.rounded_now(self.cut, acc, None if args.bias is None else room, tile.end, dtype)
+    def finish(self, args, factors, acc, tile, room, phase):
+        dtype, cut = args.act.element_type, self.cut
+        preact = epilogue.rounded_now(cut, acc, None if args.bias is None else room, tile.end, dtype)
         sent, zero = 0, None
-        if self.cut.blocks > 1:
+        if cut.blocks > 1:
             zero = epilogue.meet(room.barrier, tile.end)
-            factors = epilogue.row_factors(self.cut, args.probs, tile, room, zero)
+            factors = epilogue.row_factors(range(cut.blocks), args.probs, tile, room, zero)
         if factors is not None:
             factors = [factor.to(dtype).to(Float32) for factor in factors]
-        for block, column in self.cut.places(self.width):
+        for block, column in cut.places(self.width):
             place = block, tile.column_tile * self.width + column
-            firsts = (column, column + self.half) if self.gated else (column,)
-            inputs = [self.cut.take(preact, block, first) for first in firsts]
+            firsts = [self.halves * column + epilogue.COLS * half for half in range(self.halves)]
+            inputs = [cut.take(preact, block, first) for first in firsts]
             if zero is not None:
                 inputs = [epilogue.not_before(zero, values) for values in inputs]
             if args.preact is not None:
                 for half, values in enumerate(inputs):
-                    epilogue.emit(self.cut, values, sent, self.pieces, room.sinks[1], tile, room, place, half)
+                    epilogue.emit(values, sent, self.pieces, room.sinks[1], tile, room, place, half)
                     sent += 1
             act = epilogue.rounded(self.apply(inputs, block, factors), dtype)
-            zero = epilogue.emit(self.cut, act, sent, self.pieces, room.sinks[0], tile, room, place, 0)
+            zero = epilogue.emit(act, sent, self.pieces, room.sinks[0], tile, room, place, 0)
             sent += 1
-        return state
+        return phase
 
     def apply(self, inputs, block: int, factors):
         """f of a piece of rounded inputs, times the row's factor, in FP32."""

@@ -2,19 +2,22 @@
 
 args: (dpreact [T, 2I or I], act [T, I] or None, partial [T, tiles] FP32 or None, preact like dpreact, probs or None).
 
-The pre-activation comes in sets of pieces, 64 columns of gate and of up a warpgroup, two sets in turn: the producer
-fills one while the other is used. The gradients are written over it in place, act into a piece of its own; all leave
-by TMA; a set is free again when its gradients have been read. dA is never rounded. A row's sum over the tile's columns
+The pre-activation comes in sets of pieces, 32 columns of gate and of up; each warpgroup has two sets in turn, fills the
+first two of a tile before its products, and one again when what it holds has left. The gradients are written over it
+in place, act into a piece beside it, and all leave by TMA. dA is never rounded. A row's sum over the tile's columns
 goes to partial[row, column tile]; the host adds the tiles in order.
 """
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Boolean, Float32, const_expr, range_constexpr
 
+from cute_kernels.hopper.configs import SETS
 from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.activation import functions
+from cute_kernels.hopper.operand_views import partition
 
 
 @cute.jit
@@ -27,26 +30,31 @@ def write_row_sum(partial: cute.Tensor, total, row, end, column_tile, thread):
 
 
 @cute.jit
-def release(leads, pipe, state):
-    """The leading warp closes the group of sent pieces, waits until they are read, and gives the set back."""
+def fill(leads, room, row, column, first: cutlass.Constexpr, barrier, halves: cutlass.Constexpr):
+    """The leading warp fetches a set: rows row.., columns column.. of each half, to this warpgroup's pieces first.."""
     if leads:
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()  # the lane that sent may not be the lane that gives back
-        pipe.consumer_release(state)
+        atom, source = room.saved
+        with cute.arch.elect_one():
+            size = halves * epilogue.ROWS * epilogue.COLS * room.staging.element_type.width // 8
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+        boxes = cute.local_tile(
+            cute.domain_offset((row, column, 0), source), (epilogue.ROWS, epilogue.COLS), (0, 0, None)
+        )
+        target, boxes = partition(atom, room.staging, boxes)
+        for half in range_constexpr(halves):
+            cute.copy(atom, boxes[None, half], target[None, room.first + first + half], tma_bar_ptr=barrier)
 
 
 class Differentiate:
     """The gradient of an activation, formed from FP32 sums and the saved pre-activation."""
 
-    sets = 2
-
-    def __init__(self, facts, tile_n: int, has_act: bool, zero_tail: bool):
-        self.facts, self.tile_n, self.has_act, self.zero_tail = facts, tile_n, has_act, zero_tail
-        self.cut = epilogue.Cut(tile_n)
+    def __init__(self, facts, cut: epilogue.Cut, has_act: bool, zero_tail: bool):
+        self.facts, self.cut, self.has_act, self.zero_tail = facts, cut, has_act, zero_tail
         self.curve = functions(facts.kind)
         self.halves = self.fetched = 2 if self.curve.GATED else 1
-        self.pieces = self.sets * self.halves + 1
+        self.set = self.halves + has_act
+        """Pieces of a set: those fetched, then act."""
+        self.pieces = SETS * self.set
 
     class Args(NamedTuple):
         dpreact: cute.Tensor
@@ -68,58 +76,76 @@ class Differentiate:
         return tuple(out for out in (*rows, args.partial) if out is not None)
 
     def load(self, args, tile, room):
-        if args.probs is None:
-            return None
-        rows = (tile.row + room.row(), tile.row + room.row() + 8)
-        dtype = args.dpreact.element_type
-        return [epilogue.row_factor(args.probs, row, tile.end).to(dtype).to(Float32) for row in rows]
+        for number in range(SETS):
+            self.fill(number, tile.row, tile, room, room.leads)
 
-    def finish(self, args, held, acc, tile, room, pipe, state):
-        pairs = epilogue.words(room.staging)
+    def fill(self, number: int, row, tile, room, leads):
+        """Fetch what piece `number` of the block of rows `row`.. needs."""
+        slot, column = number % SETS, tile.column_tile * self.cut.tile_n + number * epilogue.COLS
+        fill(leads, room, row, column, slot * self.set, room.filled + slot, self.halves)
+
+    @cute.jit
+    def finish(self, args, held, acc, tile, room, phase):
+        """Block by block, each in the registers of the first: unrolled, the code alone took 10 us to arrive."""
+        words = epilogue.Words(room)
+        for block in cutlass.range(self.cut.blocks, unroll=1):
+            rows = tile._replace(row=tile.row + block * epilogue.ROWS)
+            another = Boolean(block < self.cut.blocks - 1)
+            phase = self.finish_block(args, acc, rows, another, room, words, phase)
+            if const_expr(self.cut.blocks > 1):
+                now, later = (epilogue.part(acc, half, self.cut.tile_n // 2) for half in range(2))
+                now.store(later.load())
+        return phase
+
+    def finish_block(self, args, acc, tile, another, room, words, phase):
+        """The first block of sums, which belong to rows tile.row..; returns the phase of `another`, if there is one."""
+        cut, dtype = self.cut, args.dpreact.element_type
+        factors = epilogue.row_factors([0], args.probs, tile, room)
+        factors = [1.0, 1.0] if factors is None else [factor.to(dtype).to(Float32) for factor in factors]
         totals = [Float32(0.0), Float32(0.0)]
-        for index in range(self.tile_n // epilogue.COLS):
-            slot = index % self.sets
-            pipe.consumer_wait(state)
-            room.barrier.arrive_and_wait()  # the leading warp has seen the last act piece read
+        count = cut.tile_n // epilogue.COLS
+        for number in range(count):
+            slot, first = number % SETS, number % SETS * self.set
+            cute.arch.mbarrier_wait(room.filled + slot, phase ^ (number // SETS % 2))
             for row in range(2):
-                factor = None if held is None else held[row]
-                part = epilogue.part(acc, index, 32)
-                totals[row] += self.finish_row(part, pairs, row, slot, factor, room, args.dpreact.element_type)
+                sums = cut.take(acc, 0, number * epilogue.COLS)
+                totals[row] += self.finish_row(sums, words, row, first, factors[row], dtype)
             cute.arch.fence_proxy("async.shared", space="cta")
             room.barrier.arrive_and_wait()
-            column = tile.column_tile * self.tile_n + index * epilogue.COLS
-            for half in range(self.halves):
-                epilogue.send(room.leads, room.sinks[0], room.piece(slot * self.halves + half), tile, column, half)
-            if self.has_act:
-                epilogue.send(room.leads, room.sinks[1], room.piece(self.pieces - 1), tile, column, 0)
-            release(room.leads, pipe, state)
-            state.advance()
+            column = tile.column_tile * cut.tile_n + number * epilogue.COLS
+            for index in range(self.set):
+                sink, half = (room.sinks[0], index) if index < self.halves else (room.sinks[1], 0)
+                epilogue.send(room.leads, sink, room.piece(first + index), tile, column, half)
+            epilogue.close(room.leads)
+            epilogue.wait_sent(room.leads, 0)
+            if number + SETS < count:
+                self.fill(number + SETS, tile.row, tile, room, room.leads)
+            elif cut.blocks > 1:
+                self.fill(number + SETS - count, tile.row + epilogue.ROWS, tile, room, room.leads & another)
         if args.partial is not None:
-            for row in range(2):
+            for row, total in enumerate(totals):
                 at = tile.row + room.row() + 8 * row
-                write_row_sum(args.partial, totals[row], at, tile.end, tile.column_tile, room.thread)
-        return state
+                write_row_sum(args.partial, total, at, tile.end, tile.column_tile, room.thread)
+        return phase ^ (count // SETS % 2)
 
-    def finish_row(self, acc, pairs, row: int, slot: int, factor, room, dtype):
-        """One of a thread's two rows of a piece: 8 pairs of columns in place; returns its share of Σ dA·f."""
+    def finish_row(self, acc, words, row: int, first, factor, dtype):
+        """One of a thread's two rows of a piece, in place, in the set from piece `first` on; its share of Σ dA·f."""
         total = Float32(0.0)
-        local = room.row() + 8 * row
-        places = [room.first + slot * self.halves + half for half in range(self.halves)]
-        for block in range(epilogue.COLS // 8):
-            word = 4 * block + room.thread % 4
-            inputs = [epilogue.unpacked(pairs[local, word, place], dtype) for place in places]
-            results = [[None, None] for _ in range(self.halves)]
-            act = [None, None]
+        chunks = range(epilogue.COLS // 8)
+        places = [[words.at(first + index, row, chunk) for index in range(self.set)] for chunk in chunks]
+        fetched = [[pair[0] for pair in pairs[: self.halves]] for pairs in places]
+        for chunk, pairs in enumerate(places):
+            inputs = [epilogue.unpacked(word, dtype) for word in fetched[chunk]]
+            results = [[None, None] for _ in pairs]
             for e in range(2):
-                grad = acc[4 * block + 2 * row + e]
+                grad = acc[4 * chunk + 2 * row + e]
                 value, *slopes = self.curve.backward(self.facts, *(x[e].to(Float32) for x in inputs))
                 total = total + grad * value
-                scaled = grad if factor is None else grad * factor
+                scaled = grad * factor
                 for half in range(self.halves):
                     results[half][e] = scaled * slopes[half]
-                act[e] = value if factor is None else value * factor
-            for place, result in zip(places, results, strict=True):
-                pairs[local, word, place] = epilogue.packed(result[0], result[1], dtype)
-            if self.has_act:
-                pairs[local, word, room.first + self.pieces - 1] = epilogue.packed(act[0], act[1], dtype)
+                if self.has_act:
+                    results[self.halves][e] = value * factor
+            for pair, result in zip(pairs, results, strict=True):
+                pair[0] = epilogue.packed(result[0], result[1], dtype)
         return total

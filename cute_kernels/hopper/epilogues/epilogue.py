@@ -2,11 +2,11 @@
 
 A consumer warpgroup owns one or two blocks of 64 rows of a tile. Thread t of its 128 holds rows r and r + 8 of a block,
 r = 16 (t // 32) + t % 32 // 4, and of every 8 columns the pair 2 (t % 4) + {0, 1}: element i of a 64 x 8n fragment is
-row r + 8 (i // 2 % 2), column 8 (i // 4) + 2 (t % 4) + i % 2. So the gate half and the up half of a block meet in one
-thread. A second block's fragment follows the first's.
+row r + 8 (i // 2 % 2), column 8 (i // 4) + 2 (t % 4) + i % 2. A second block's fragment follows the first's. A gated
+tile has 32 gate columns, the 32 up columns that belong to them, 32 gate columns, ...: gate and up meet in one thread.
 
-Values leave in pieces of 64 rows x 64 or 32 columns: rounded, through a swizzled piece of shared memory, by TMA, while
-the next piece is formed. No row is tested: the descriptor of a result is ragged. Its rows are seen as
+Values leave in pieces of 64 rows x 32 columns: rounded, through a swizzled piece of shared memory, by TMA, while the
+next piece is formed. No row is tested: the descriptor of a result is ragged. Its rows are seen as
 
     (2^30, columns, halves, 2^31 - 1, 2^31 - 1) with strides (s, 1, columns, 2^34 - s, s)
 
@@ -17,12 +17,12 @@ rewritten. (The idea is public: Triton's ragged TMA.)
 Hooks, in the order the main loop calls them:
 
     cut                     how the sums are cut into pieces
-    pieces, sets, fetched   pieces of shared memory a warpgroup needs; sets of `fetched` pieces that the producer fills
+    pieces, fetched         pieces of shared memory a warpgroup has; those that TMA fills at a time, 0 if none
     sinks(args)             the results that leave by TMA, each with its number of halves
     bias(args)              the bias tensor, or None
     zeroed(args)            row-shaped results whose tail must be zero
     load(args, tile, room)                          before the products: what is needed per row and per column
-    finish(args, held, acc, tile, room, pipe, state)   after them; the pipe brings what was fetched
+    finish(args, held, acc, tile, room, phase)      after them; returns the phase of what is fetched next
 """
 
 from typing import Any, NamedTuple
@@ -35,10 +35,10 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-ROWS, COLS = 64, 64
-"""A block of sums, and the piece it leaves in unless its Cut says otherwise."""
-HALF = 128
-"""Bias values that a warpgroup keeps for each half of a tile, one a thread."""
+ROWS, COLS = 64, 32
+"""Rows of a block of sums; columns of a piece."""
+BIAS = 256
+"""Bias values that a warpgroup has room for: two a thread, of columns t and t + 128 of the tile."""
 RAGGED_ROWS = 2**30
 FAR = 2**31 - 1
 
@@ -50,14 +50,26 @@ class Sink(NamedTuple):
     tensor: Any
 
 
+class Source(NamedTuple):
+    """What TMA reads: the atom and the coordinates."""
+
+    atom: Any
+    tensor: Any
+
+
 class Room(NamedTuple):
-    """What one consumer warpgroup has: pieces from `first` on, 256 bias values, a barrier, sinks; and the thread."""
+    """What one consumer warpgroup has: pieces from `first` on, 256 bias values, a barrier, sinks; and the thread.
+
+    saved, filled: the Source of the saved pre-activation, and a transaction barrier for each set fetched from there.
+    """
 
     staging: cute.Tensor
     first: Any
     bias: Any
     barrier: Any
     sinks: tuple
+    saved: Any
+    filled: Any
     thread: Any
     leads: Any
 
@@ -71,15 +83,14 @@ class Room(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a warpgroup's sums, `blocks` blocks of 64 rows x `tile_n` columns, are cut into pieces of 64 x `cols`."""
+    """How a warpgroup's sums, `blocks` blocks of 64 rows x `tile_n` columns, are cut into pieces."""
 
     tile_n: int
-    blocks: int = 1
-    cols: int = COLS
+    blocks: int
 
     def places(self, columns: int):
         """(block, first column) of each piece of the first `columns` columns."""
-        return [(block, column) for block in range(self.blocks) for column in range(0, columns, self.cols)]
+        return [(block, column) for block in range(self.blocks) for column in range(0, columns, COLS)]
 
     def sum_at(self, row: int, column: int) -> int:
         """Which of a thread's sums is the first of its pair in row `row` of its 2 a block, columns `column` to + 8."""
@@ -88,14 +99,13 @@ class Cut(NamedTuple):
     def take(self, values: cute.Tensor, block: int, column: int):
         """A thread's values of the piece that starts there."""
         start = block * self.tile_n // 2 + column // 2
-        return cute.make_tensor(values.iterator + start, cute.make_layout(self.cols // 2))
+        return cute.make_tensor(values.iterator + start, cute.make_layout(COLS // 2))
 
 
-def staging_layout(pieces: int, dtype, cols: int = COLS):
-    """`pieces` pieces one after another, swizzled over their rows of 128 or 64 bytes."""
-    kinds = warpgroup.SmemLayoutAtomKind
-    atom = warpgroup.make_smem_layout_atom(kinds.K_SW128 if cols == COLS else kinds.K_SW64, dtype)
-    return cute.tile_to_shape(atom, (ROWS, cols, pieces), (0, 1, 2))
+def staging_layout(pieces: int, dtype):
+    """`pieces` pieces one after another, swizzled over their rows of 64 bytes."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, dtype)
+    return cute.tile_to_shape(atom, (ROWS, COLS, pieces), (0, 1, 2))
 
 
 def ragged_view(out: cute.Tensor, halves: int):
@@ -107,17 +117,28 @@ def ragged_view(out: cute.Tensor, halves: int):
     return cute.make_tensor(out.iterator, cute.make_layout(shape, stride=stride))
 
 
-def make_sink(cut: Cut, out: cute.Tensor, halves: int):
+def make_sink(out: cute.Tensor, halves: int):
     """(TMA atom, coordinates) that store pieces to `out`."""
-    one = cute.slice_(staging_layout(1, out.element_type, cut.cols), (None, None, 0))
-    box = (ROWS, cut.cols)
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), ragged_view(out, halves), one, box)
+    one = cute.slice_(staging_layout(1, out.element_type), (None, None, 0))
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), ragged_view(out, halves), one, (ROWS, COLS))
 
 
-def words(staging: cute.Tensor):
-    """The same shared memory as 32-bit pairs. recast_tensor alone would drop the swizzle, so it is given again."""
-    pointer = cute.recast_ptr(staging.iterator, cute.make_swizzle(3, 4, 3), dtype=Uint32)
-    return cute.make_tensor(pointer, cute.recast_layout(32, 16, staging.layout))
+class Words:
+    """The staging pieces as 32-bit pairs of a thread's own columns, at addresses that it works out once.
+
+    Row r of a piece is four chunks of 16 bytes; chunk c lies where c xor (r / 2 % 4) says. That is the same 8 rows
+    further down, so one offset a chunk serves all of a thread's rows and pieces.
+    """
+
+    def __init__(self, room: Room):
+        self.base = cute.recast_ptr(room.piece(0).iterator, cute.make_swizzle(0, 4, 3), dtype=Uint32)
+        row, word = room.row(), room.thread % 4
+        self.offsets = [row * (COLS // 2) + 4 * (chunk ^ (row // 2 % 4)) + word for chunk in range(COLS // 8)]
+
+    def at(self, piece, row: int, chunk: int):
+        """The pair in the thread's row (0, or 1: 8 below) and in columns 8 chunk to 8 chunk + 8, a tensor of one."""
+        offset = self.offsets[chunk] + piece * (ROWS * COLS // 2) + row * (8 * COLS // 2)
+        return cute.make_tensor(self.base + offset, cute.make_layout(1))
 
 
 def unpacked(word, dtype):
@@ -213,13 +234,13 @@ def not_before(zero, values: cute.Tensor):
     return result
 
 
-def stage(cut: Cut, values: cute.Tensor, piece: cute.Tensor, thread):
+def stage(values: cute.Tensor, piece: cute.Tensor, thread):
     """A thread's rounded values into a piece, four 8 x 8 matrices at a time."""
     dtype = values.element_type
     k_major = OperandMajorMode.K
-    mma = sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, cut.cols))
+    mma = sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, COLS))
     tiled = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype), mma)
-    fragment = cute.make_tensor(values.iterator, cute.make_layout(((2, 2, cut.cols // 8), 1, 1)))
+    fragment = cute.make_tensor(values.iterator, cute.make_layout(((2, 2, COLS // 8), 1, 1)))
     cute.copy(tiled, tiled.retile(fragment), tiled.get_slice(thread).partition_D(piece))
 
 
@@ -231,20 +252,12 @@ def wait_sent(leads, pending: cutlass.Constexpr):
 
 
 @cute.jit
-def send(
-    leads,
-    sink: Sink,
-    piece: cute.Tensor,
-    tile,
-    column,
-    half: cutlass.Constexpr,
-    cols: cutlass.Constexpr = COLS,
-):
+def send(leads, sink: Sink, piece: cute.Tensor, tile, column, half: cutlass.Constexpr):
     """The leading warp stores a piece to rows tile.row.. of its group, columns column.. of a half."""
     if leads:
         whole = sink.tensor[None, None, half, RAGGED_ROWS, tile.end]
         there = cute.domain_offset((RAGGED_ROWS - (tile.end - tile.row), column), whole)
-        target = cute.local_tile(there, (ROWS, cols), (0, 0))
+        target = cute.local_tile(there, (ROWS, COLS), (0, 0))
         source, target = cpasync.tma_partition(
             sink.atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(target, 0, 2)
         )
@@ -258,38 +271,30 @@ def close(leads):
         cute.arch.cp_async_bulk_commit_group()
 
 
-def emit(cut: Cut, values, number: int, slots: int, sink: Sink, tile, room: Room, place, half: int):
+def emit(values, number: int, slots: int, sink: Sink, tile, room: Room, place, half: int):
     """Piece `number` of a tile, a thread's rounded values, leaves for `place` (block, column).
 
-    Two slots take turns, one fills while one is read. More are all free when the tile begins; then who leads waits
-    for the slot of the next piece before all meet, once a piece, and `meet`'s zero is returned.
+    All slots are free when the tile begins; from then on who leads waits for the slot of the next piece before all
+    meet, once a piece. Returns `meet`'s zero.
     """
     block, column = place
     piece = room.piece(number % slots)
-    if slots == 2:
-        wait_sent(room.leads, 1)
-        room.barrier.arrive_and_wait()
-    stage(cut, values, piece, room.thread)
+    stage(values, piece, room.thread)
     cute.arch.fence_proxy("async.shared", space="cta")
-    zero = None
-    if slots == 2:
-        room.barrier.arrive_and_wait()
-    else:
-        if number + 1 >= slots:
-            wait_sent(room.leads, slots - 2)
-        zero = meet(room.barrier, tile.end)
-    there = tile._replace(row=tile.row + block * ROWS) if block else tile
-    send(room.leads, sink, piece, there, column, half, cut.cols)
+    if number + 1 >= slots:
+        wait_sent(room.leads, slots - 2)
+    zero = meet(room.barrier, tile.end)
+    send(room.leads, sink, piece, tile._replace(row=tile.row + block * ROWS), column, half)
     close(room.leads)
     return zero
 
 
-def row_factors(cut: Cut, factors, tile, room: Room, zero=0):
+def row_factors(blocks, factors, tile, room: Room, zero=0):
     """The factors of this thread's rows, two a block, in FP32; None if there are none. zero: from `meet`."""
     if factors is None:
         return None
     first = tile.row + room.row() + Int32(zero)
-    rows = [first + ROWS * block + step for block in range(cut.blocks) for step in (0, 8)]
+    rows = [first + ROWS * block + step for block in blocks for step in (0, 8)]
     return [row_factor(factors, row, tile.end) for row in rows]
 
 
@@ -319,7 +324,7 @@ def zero_rows(out: cute.Tensor, first_row, worker, workers):
 
 
 @cute.jit
-def bias_column(column, half: cutlass.Constexpr, width, block: cutlass.Constexpr):
+def bias_column(column, half, width, block: cutlass.Constexpr):
     """Where column `column` of half `half` lies among 2 * width stored columns, interleaved in blocks of `block`."""
     if const_expr(block == 0):
         return half * width + column
@@ -336,38 +341,23 @@ def read_bias(bias: cute.Tensor, group, index, column, width):
     return value
 
 
-def keep_bias(values, room: Room):
-    """This thread's two bias values, of column t of the tile's halves, to shared memory for the whole warpgroup."""
-    room.bias[room.thread] = values[0]
-    room.bias[HALF + room.thread] = values[1]
-    room.barrier.arrive_and_wait()
+def held(cut: Cut, values, factors, tile, room: Room):
+    """What is kept from before the products to after them: the factors of this thread's rows, None if absent.
 
-
-def held(cut: Cut, bias, factors, tile, room: Room):
-    """What is read before the products: two bias values and the factors of this thread's rows, each None if absent.
-
-    A warpgroup that holds two blocks has no registers to spare, but time: the bias goes to shared memory at once, the
-    factors are read after the products.
+    values: this thread's bias values, of the tile's columns t and t + 128; they go to shared memory at once. A
+    warpgroup that holds two blocks has no registers to spare, but time: it reads the factors after the products.
     """
-    if cut.blocks > 1:
-        if bias is not None:
-            keep_bias(bias, room)
-        return None, None
-    return bias, row_factors(cut, factors, tile, room)
-
-
-def unheld(held, room: Room):
-    """After the products: what was held of the bias goes to shared memory, the factors that were held come back."""
-    if held[0] is not None:
-        keep_bias(held[0], room)
-    return held[1]
+    if values is not None:
+        for index, value in enumerate(values):
+            room.bias[128 * index + room.thread] = value
+        room.barrier.arrive_and_wait()
+    return None if cut.blocks > 1 else row_factors([0], factors, tile, room)
 
 
 def add_bias(cut: Cut, acc: cute.Tensor, room: Room, factors, column: int, zero=0):
     """8 columns of acc += factor of the row times bias; `factors` holds the rows', or is None for 1."""
-    pairs = cute.make_tensor(cute.recast_ptr(room.bias.iterator, dtype=Uint32), cute.make_layout(HALF))
-    half, inside = divmod(column, cut.tile_n // 2)
-    values = unpacked(pairs[(HALF * half + inside) // 2 + room.thread % 4 + Int32(zero)], room.bias.element_type)
+    pairs = cute.make_tensor(cute.recast_ptr(room.bias.iterator, dtype=Uint32), cute.make_layout(BIAS // 2))
+    values = unpacked(pairs[column // 2 + room.thread % 4 + Int32(zero)], room.bias.element_type)
     for row in range(2 * cut.blocks):
         for e in range(2):
             i, value = cut.sum_at(row, column) + e, values[e].to(Float32)

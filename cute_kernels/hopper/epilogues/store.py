@@ -14,7 +14,7 @@ from cute_kernels.hopper.epilogues import epilogue
 class Store:
     """Round and store. zero_tail: the rows of no group become zero."""
 
-    sets = fetched = 0
+    fetched = 0
 
     def __init__(self, cut: epilogue.Cut, pieces: int, zero_tail: bool):
         self.cut, self.pieces, self.zero_tail = cut, pieces, zero_tail
@@ -36,15 +36,14 @@ class Store:
     def load(self, args, tile, room):
         values = None
         if args.bias is not None:
-            width, half = args.bias.shape[1], self.cut.tile_n // 2
-            columns = [tile.column_tile * self.cut.tile_n + first + room.thread for first in (0, half)]
+            firsts, width = range(0, self.cut.tile_n, 128), args.bias.shape[1]
+            columns = [tile.column_tile * self.cut.tile_n + first + room.thread for first in firsts]
             values = [epilogue.read_bias(args.bias, tile.group, column, column, width) for column in columns]
         return epilogue.held(self.cut, values, args.scale, tile, room)
 
-    def finish(self, args, held, acc, tile, room, pipe, state):
-        factors = epilogue.unheld(held, room)
+    def finish(self, args, factors, acc, tile, room, phase):
         if self.cut.blocks > 1:
-            factors = epilogue.row_factors(self.cut, args.scale, tile, room)
+            factors = epilogue.row_factors(range(self.cut.blocks), args.scale, tile, room)
         if args.bias is not None:
             for column in range(0, self.cut.tile_n, 8):
                 epilogue.add_bias(self.cut, acc, room, factors, column)
@@ -52,5 +51,5 @@ class Store:
         first = tile.column_tile * self.cut.tile_n
         for number, (block, column) in enumerate(self.cut.places(self.cut.tile_n)):
             values, place = self.cut.take(y, block, column), (block, first + column)
-            epilogue.emit(self.cut, values, number, self.pieces, room.sinks[0], tile, room, place, 0)
-        return state
+            epilogue.emit(values, number, self.pieces, room.sinks[0], tile, room, place, 0)
+        return phase
