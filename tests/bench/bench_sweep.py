@@ -1,6 +1,6 @@
 """Never slower than PyTorch: forward, and forward + backward, over row counts, group counts, widths and splits.
 
-    python -m tests.bench.bench_sweep [--limit 0.98]
+    python -m tests.bench.bench_sweep [--limit 0.98] [--rows 256,2048] [--splits "one group"] [--forward]
 
 Prints a row for every case, and at the end those where ours is slower than PyTorch / limit. Layer as in `peers`,
 through the operators (no autograd), since the smallest cases would otherwise time the host.
@@ -87,14 +87,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=float, default=0.98, help="least torch time / our time")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="comma-separated row counts")
+    parser.add_argument("--splits", default=",".join(SPLITS), help="comma-separated, of: " + ", ".join(SPLITS))
+    parser.add_argument("--forward", action="store_true", help="forward alone")
     args = parser.parse_args()
     slow, count = [], 0
-    for (hidden, intermediate), groups, rows in itertools.product(WIDTHS, GROUPS, ROWS):
+    for (hidden, intermediate), groups, rows in itertools.product(WIDTHS, GROUPS, map(int, args.rows.split(","))):
         weight_bytes = 2 * 2 * 3 * groups * hidden * intermediate  # weights and their gradients
         if weight_bytes + 20 * rows * (hidden + 3 * intermediate) > MOST_BYTES:
             continue
-        for kind in SPLITS if groups > 1 else SPLITS[:1]:
-            times = medians(layer_calls(rows, groups, hidden, intermediate, kind), rounds=args.rounds, warmups=2)
+        for kind in args.splits.split(",") if groups > 1 else SPLITS[:1]:
+            calls = layer_calls(rows, groups, hidden, intermediate, kind)
+            if args.forward:
+                calls = {name: call for name, call in calls.items() if name.endswith(" f")}
+            times = medians(calls, rounds=args.rounds, warmups=2)
             ratios = [
                 times[f"torch {what}"] / times[f"ours {what}"] for what in ("f", "fb") if f"torch {what}" in times
             ]
