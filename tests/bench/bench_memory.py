@@ -19,7 +19,7 @@ from torch import Tensor
 import fusible_ops as ops
 from tests.bench.bench_grouped_mlp import SHAPES, make_problem
 from tests.bench.peers import Problem, compiled_swiglu
-from tests.bench.timing import MIB
+from tests.bench.timing import MIB, requested_bytes
 
 Step = Callable[[], Iterator[None]]
 """Forward, then a yield, then backward."""
@@ -98,12 +98,12 @@ def measure(step: Step) -> tuple[float, float]:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = requested_bytes()
         both = step()
         next(both)
-        kept = torch.cuda.memory_allocated() - before
+        kept = requested_bytes() - before
         next(both, None)
-        peak = torch.cuda.max_memory_allocated() - before
+        peak = requested_bytes("peak") - before
     return kept / MIB, peak / MIB
 
 

@@ -57,6 +57,13 @@ def uneven_splits(groups: int, rows: int, multiple: int = 128, seed: int = 0) ->
     return sizes.tolist()
 
 
+def requested_bytes(what: str = "current") -> int:
+    """Bytes that live tensors asked for ("current"), or the most since the last reset ("peak"): without what the
+    allocator rounds up, which depends on what it has cached.
+    """
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
+
+
 def launches(run: Callable[[], object]) -> list[str]:
     """Names of the kernels, copies and memsets that `run` puts on the device, as the profiler counts them."""
     torch.cuda.synchronize()
