@@ -86,7 +86,10 @@ class Differentiate:
 
     @cute.jit
     def finish(self, args, held, acc, tile, room, phase):
-        """Block by block, each in the registers of the first: unrolled, the code alone took 10 us to arrive."""
+        """Block by block, each in the registers of the first.
+
+        Unrolled, this was 95 KiB of code, and a call of few 128 x 192 tiles took 28 us where 128 x 128 took 16 (H200).
+        """
         words = epilogue.Words(room)
         for block in cutlass.range(self.cut.blocks, unroll=1):
             rows = tile._replace(row=tile.row + block * epilogue.ROWS)
