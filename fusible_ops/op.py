@@ -254,7 +254,10 @@ class BasicOperation(FusibleOperation):
         return 0
 
     def quantizer(self, recipe: Recipe, role: str, device: torch.device) -> Quantizer:
-        """How an operand with this role is quantised, now. Delayed scales are updated when `autocast` is left."""
+        """How an operand with this role is quantised, now. Delayed scales are updated when `autocast` is left.
+
+        RuntimeError for delayed scaling in a forward that backward repeats: the scales have moved on since.
+        """
         format = recipe.operand_format(role)
         if not isinstance(recipe, DelayedScaling):
             return Quantizer(format)
@@ -266,6 +269,11 @@ class BasicOperation(FusibleOperation):
         scales.use(recipe, format.element, device, autocast_mode.current_group())
         if mode == "backward":
             return Quantizer(format, scales)
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"{self.label()}: backward repeats a forward under DelayedScaling (activation checkpointing), whose "
+                "scales have moved on since; use another recipe there"
+            )
         autocast_mode.use_in_forward(scales)
         return Quantizer(format, scales, first=int(role == "weight"), step=min(count, 2))  # input, weight, input, …
 

@@ -15,6 +15,7 @@ from fusible_ops.fused.parts import as_rows, like_rows_of, linear_at, no_grads, 
 from fusible_ops.groups import Groups
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
 from fusible_ops.parameters import Unchanged
+from fusible_ops.quantized_parameters import as_quantized
 from fusible_ops.quantized_tensor import QuantizedTensor, kept, restored
 from fusible_ops.quantizer import is_unrounded, operand
 from fusible_ops.recipe import Recipe
@@ -64,7 +65,7 @@ class QuantizedLinear(FusedOperation):
         override = recipe.backward_override
         x_quantizer, w_quantizer = (op.quantizer(recipe, role, device) for role in ("input", "weight"))
         x = operand(input_, x_quantizer, groups, dtype, columnwise=trains and override is None)
-        weights = self.fc.quantized(basic_op_ctxs, w_quantizer, passes and override is None, records)
+        weights = as_quantized(ctx.held, w_quantizer, passes and override is None, records, dtype)
         bias, scales = self.fc.bias(basic_op_ctxs, dtype, records), self.fc.scales(extras)
         rows = None if scales is None else scales.reshape(-1)
         y = quantized_products.grouped_gemm(x, weights, groups.offsets, dtype, bias, rows)

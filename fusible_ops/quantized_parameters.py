@@ -14,27 +14,28 @@ from cute_kernels.quantization.quantize import Quantized
 from fusible_ops import casts, checks
 from fusible_ops.autocast_mode import ModelInit
 from fusible_ops.op import BasicOperation
-from fusible_ops.parameters import are_packed
+from fusible_ops.parameters import Held, are_packed
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.quantizer import Quantizer
 
 
 def as_quantized(
-    parameters: Sequence[Tensor], quantizer: Quantizer, columnwise: bool, records: bool, transposed: bool = False
+    held: Held, quantizer: Quantizer, columnwise: bool, records: bool, dtype: torch.dtype
 ) -> QuantizedTensor:
     """The weights as one quantised `[G, N, K]`: row-wise, and column-wise if asked for.
 
-    Plain parameters are quantised once per update (see `casts`), under delayed scaling at every forward; quantised ones
-    are taken as they are. records: whether gradients are recorded. transposed: plain ones are stored [K, N].
+    Plain parameters are quantised from their values in `dtype`, once per update (see `casts`), under delayed scaling
+    at every forward; quantised ones are taken as they are. records: whether gradients are recorded.
     """
+    parameters = held.weights
     if isinstance(parameters[0], QuantizedTensor):
         return stacked(parameters).with_usage(True, columnwise)
 
     def make() -> list[Tensor]:
-        plain = _plain(parameters)
-        return [quantizer.matrices(plain.mT if transposed else plain, True, columnwise)]
+        plain = _plain(parameters).to(dtype)
+        return [quantizer.matrices(plain.mT if held.transposed else plain, True, columnwise)]
 
-    form = (quantizer.format, columnwise)
+    form = (quantizer.format, columnwise, dtype)
     (made,) = make() if quantizer.scales is not None else casts.cast(parameters, form, records, make)
     assert isinstance(made, QuantizedTensor)
     return made

@@ -84,8 +84,24 @@ class Recipe:
         if self.backward_override not in BACKWARD_OVERRIDES:
             self._refuse("backward_override", self.backward_override, "None, 'high_precision' or 'dequantized'")
 
+    def __getstate__(self) -> dict[str, object]:
+        """The fields alone, without what was worked out from them."""
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+
+    def __hash__(self) -> int:
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = hash((type(self), *self.__getstate__().values()))
+        return known
+
     def operand_format(self, role: str) -> formats.Format:
         """The format of an operand with this role, one of `ROLES`."""
+        known = self.__dict__.get(f"_{role}")
+        if known is None:
+            known = self.__dict__[f"_{role}"] = self._format(role, self.element(role))
+        return known
+
+    def _format(self, role: str, element: formats.Element) -> formats.Format:
         raise NotImplementedError
 
     def element(self, role: str) -> formats.Element:
@@ -124,6 +140,8 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = None
 
+    __hash__ = Recipe.__hash__
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.backward_override is not None:
@@ -133,8 +151,8 @@ class DelayedScaling(Recipe):
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
             self._refuse("amax_compute_algo", self.amax_compute_algo, "'max', 'most_recent' or a function")
 
-    def operand_format(self, role: str) -> formats.Format:
-        return formats.fp8_tensor(self.element(role))
+    def _format(self, role: str, element: formats.Element) -> formats.Format:
+        return formats.fp8_tensor(element)
 
 
 @dataclass(frozen=True)
@@ -150,8 +168,10 @@ class Float8CurrentScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = None
 
-    def operand_format(self, role: str) -> formats.Format:
-        return formats.fp8_tensor(self.element(role), power_of_2=self.use_power_2_scales)
+    __hash__ = Recipe.__hash__
+
+    def _format(self, role: str, element: formats.Element) -> formats.Format:
+        return formats.fp8_tensor(element, power_of_2=self.use_power_2_scales)
 
 
 @dataclass(frozen=True)
@@ -175,6 +195,8 @@ class Float8BlockScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = None
 
+    __hash__ = Recipe.__hash__
+
     def __post_init__(self) -> None:
         super().__post_init__()
         dims = {f"{who}_block_scaling_dim": getattr(self, f"{who}_block_scaling_dim") for who in ("x", "w", "grad")}
@@ -190,7 +212,6 @@ class Float8BlockScaling(Recipe):
         if self.fp8_dpa or self.fp8_mha:
             self._refuse("fp8_dpa or fp8_mha", True, "False: there is no attention in blocks")
 
-    def operand_format(self, role: str) -> formats.Format:
-        element = self.element(role)
+    def _format(self, role: str, element: formats.Element) -> formats.Format:
         dims = {"input": self.x_block_scaling_dim, "weight": self.w_block_scaling_dim}
         return formats.fp8_block(element, dims.get(role, self.grad_block_scaling_dim), not self.use_f32_scales)

@@ -15,9 +15,6 @@ from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.linear import BasicLinear, Bias
 from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
 from fusible_ops.parameters import WeightGrad, accumulate_main_grads
-from fusible_ops.quantized_parameters import as_quantized
-from fusible_ops.quantized_tensor import QuantizedTensor
-from fusible_ops.quantizer import Quantizer
 
 Contexts = Sequence[OperationContext]
 Extras = Sequence[Sequence[Tensor]]
@@ -95,10 +92,6 @@ class GroupedPart:
     def split_sizes(self, extras: Extras) -> Tensor | None:
         return extras[self.at][0]
 
-    def quantized(self, ctxs: Contexts, quantizer: Quantizer, columnwise: bool, records: bool) -> QuantizedTensor:
-        held = ctxs[self.at].held
-        return as_quantized(held.weights, quantizer, columnwise, records, held.transposed)
-
     def bias(self, ctxs: Contexts, dtype: torch.dtype, records: bool) -> Tensor | None:
         return ctxs[self.at].held.bias(dtype, records) if self.op.has_bias else None
 
@@ -146,9 +139,6 @@ class DensePart:
 
     def split_sizes(self, extras: Extras) -> Tensor | None:
         return None
-
-    def quantized(self, ctxs: Contexts, quantizer: Quantizer, columnwise: bool, records: bool) -> QuantizedTensor:
-        return as_quantized(ctxs[self.at].held.weights, quantizer, columnwise, records)
 
     def bias(self, ctxs: Contexts, dtype: torch.dtype, records: bool) -> Tensor | None:
         return None if self.bias_op is None else ctxs[self.at + 1].held.bias(dtype, records)

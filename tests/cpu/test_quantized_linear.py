@@ -125,7 +125,7 @@ def test_dense_linear_is_one_group(recipe: Recipe, bias: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("active", [None, torch.bfloat16])
 def test_dtypes(dtype: torch.dtype, active: torch.dtype | None) -> None:
-    """Results in the compute dtype, gradients in the parameters'; weights are quantised from their own values."""
+    """Results in the compute dtype, gradients in the parameters'; operands are quantised from the compute dtype."""
     recipe = Float8BlockScaling()
     op = ops.GroupedLinear(2, 32, 24, device="cpu", dtype=dtype)
     x, sizes = torch.randn(10, 32, dtype=dtype).requires_grad_(), torch.tensor([4, 6])
@@ -135,7 +135,7 @@ def test_dtypes(dtype: torch.dtype, active: torch.dtype | None) -> None:
     assert y.dtype == (active or dtype) and x.grad.dtype == op.weight0.grad.dtype == dtype
     compute = active or dtype
     x_hat = hat(x.detach().to(compute)[:4], recipe.operand_format("input"))
-    want = x_hat @ hat(op.weight0.detach(), recipe.operand_format("weight")).t()
+    want = x_hat @ hat(op.weight0.detach().to(compute), recipe.operand_format("weight")).t()
     assert_bitwise_equal(y[:4].detach(), want.to(compute), "y")
 
 

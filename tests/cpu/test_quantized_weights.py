@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
 
 import fusible_ops as ops
 from cute_kernels.quantization.quantize import quantize
@@ -412,6 +413,34 @@ def test_other_extra_states_are_refused_with_words() -> None:
         op.set_extra_state(other.get_extra_state())
     op.set_extra_state(torch.empty(0, dtype=torch.uint8))
     assert op.get_extra_state().numel() == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Activation checkpointing
+
+
+@recipes
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_that_backward_repeats(recipe: Recipe, reentrant: bool) -> None:
+    """With autocast inside what is repeated the bits are the same; delayed scales have moved on, so that raises."""
+    op, x = ops.GroupedLinear(2, 32, 24, **CPU), torch.randn(20, 32).bfloat16()
+    want = train(op, x, SIZES, recipe=recipe)
+    x.requires_grad_()
+    y = checkpoint(lambda x: run(op, x, SIZES, recipe=recipe), x, use_reentrant=reentrant)
+    if isinstance(recipe, DelayedScaling):
+        with pytest.raises(RuntimeError, match="GroupedLinear: backward repeats a forward under DelayedScaling"):
+            y.sum().backward()
+        return
+    y.sum().backward()
+    assert_bitwise_equal(x.grad, want, "dx")
+
+
+def test_a_forward_that_backward_repeats_without_its_recipe_raises() -> None:
+    op, x = ops.GroupedLinear(2, 32, 24, **CPU), torch.randn(20, 32).bfloat16().requires_grad_()
+    with autocast(recipe=BLOCK):
+        y = checkpoint(lambda x: op(x, SIZES), x, use_reentrant=False)
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="A different number of tensors was saved"):
+        y.sum().backward()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
