@@ -31,6 +31,7 @@ class ModelConfig:
     context: int
     expert_dtype: torch.dtype = torch.float32
     fused: bool = True
+    recipe: fo.Recipe | None = None  # how the experts are quantised
 
 
 class Experts(nn.Module):
@@ -43,6 +44,7 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         super().__init__()
         self.experts, self.top_k, self.dtype = config.experts, config.top_k, config.expert_dtype
+        self.recipe = config.recipe
         self.router = nn.Linear(config.width, config.experts, bias=False, device=device)
         factory = {"bias": False, "device": device, "dtype": config.expert_dtype}
         self.mlp = fo.Sequential(
@@ -67,7 +69,8 @@ class Experts(nn.Module):
 
         rows = Spread.apply(x.to(self.dtype), order, place, self.top_k)
         weight_of_row = Spread.apply(weights.view(-1, 1), order, place, 1).squeeze(1)
-        y = self.mlp(rows, split_sizes, weight_of_row, split_sizes)
+        with fo.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            y = self.mlp(rows, split_sizes, weight_of_row, split_sizes)
         y = Spread.apply(y, place, order, 1).view(*chosen.shape, -1).to(x.dtype).sum(dim=1)
 
         share = split_sizes / order.numel()

@@ -2,6 +2,7 @@
 
     python examples/train_moe_lm.py                             about a minute on one CPU core
     python examples/train_moe_lm.py --device cuda --compare     fused and unfused from the same seed, curves and speeds
+    python examples/train_moe_lm.py --device cuda --recipe block --compare recipe      experts in FP8, and without
 
 The measure is bits per byte on held-out text. A model that knows only pairs of bytes cannot get below the conditional
 bigram entropy of that text, which is printed beside it.
@@ -25,6 +26,8 @@ from curves import draw
 from moe_lm import BYTES, ModelConfig, MoELanguageModel
 from torch import Tensor
 from tqdm import tqdm
+
+import fusible_ops as fo
 
 LOG_EVERY = 10
 """Steps between two looks at the loss: on a GPU each look waits for the device, and nothing else does."""
@@ -55,6 +58,7 @@ ON_CUDA = (
 """The learning rate is low so that --compare compares kernels: the higher it is, the further rounding alone drives two
 runs of the same model apart."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+RECIPES = {"block": fo.Float8BlockScaling(), "current": fo.Float8CurrentScaling(), "delayed": fo.DelayedScaling()}
 
 
 @dataclass
@@ -165,20 +169,20 @@ def bits_per_byte(model: MoELanguageModel, text: Tensor) -> float:
     return total.item() / math.log(2) / targets.numel()
 
 
-def report_comparison(fused: Run, unfused: Run, device: torch.device) -> None:
-    steps = min(len(fused.losses), len(unfused.losses))
+def report_comparison(one: Run, other: Run, device: torch.device) -> None:
+    steps = min(len(one.losses), len(other.losses))
     print("\nbits per byte (mean of 10 steps) and speed")
-    print(f"{'step':>12}  {'fused':>9}  {'unfused':>9}  {'difference':>10}")
+    print(f"{'step':>12}  {one.name:>9}  {other.name:>9}  {'difference':>10}")
     marks = sorted({max(1, steps * i // 10) for i in range(1, 11)})
     for mark in marks:
-        a, b = (mean(run.losses[max(0, mark - LOG_EVERY) : mark]) for run in (fused, unfused))
+        a, b = (mean(run.losses[max(0, mark - LOG_EVERY) : mark]) for run in (one, other))
         print(f"{mark:>12}  {a:>9.4f}  {b:>9.4f}  {a / b - 1:>+10.3%}")
-    difference = fused.last / unfused.last - 1
-    print(f"{f'last {min(TAIL, steps)}':>12}  {fused.last:>9.4f}  {unfused.last:>9.4f}  {difference:>+10.3%}")
-    print(f"{'held out':>12}  {fused.held_out:>9.4f}  {unfused.held_out:>9.4f}")
-    speeds = fused.tokens_per_second, unfused.tokens_per_second
+    difference = one.last / other.last - 1
+    print(f"{f'last {min(TAIL, steps)}':>12}  {one.last:>9.4f}  {other.last:>9.4f}  {difference:>+10.3%}")
+    print(f"{'held out':>12}  {one.held_out:>9.4f}  {other.held_out:>9.4f}")
+    speeds = one.tokens_per_second, other.tokens_per_second
     print(f"{'tokens/s':>12}  {speeds[0]:>9,.0f}  {speeds[1]:>9,.0f}  (after the first {LOG_EVERY} steps)")
-    if device.type == "cpu":
+    if device.type == "cpu" and other.name == "unfused":
         print("No kernel is fused on a CPU: both runs took the unfused path, so this compares it with itself.")
 
 
@@ -208,7 +212,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="CPU threads; of the host",
     )
     add("--seed", type=int, default=0)
-    add("--compare", action="store_true", help="train twice from the same seed, fused and unfused")
+    add("--recipe", choices=tuple(RECIPES), help="quantise the experts: FP8 in blocks, with current or delayed scales")
+    add(
+        "--compare",
+        nargs="?",
+        const="kernels",
+        choices=("kernels", "recipe"),
+        help="train twice from the same seed: fused and unfused, or with the recipe and without",
+    )
     add("--no-fuse", action="store_true", help="run the experts unfused")
     add("--sample", type=int, default=400, help="bytes of text to write at the end")
     add("--prompt", default="def ", help="how that text begins")
@@ -216,8 +227,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.steps is not None and options.steps < 1:
         parser.error("--steps must be at least 1")
-    if options.compare and options.no_fuse:
+    if options.compare == "kernels" and options.no_fuse:
         parser.error("--compare trains both ways; leave --no-fuse out")
+    if options.compare == "recipe" and options.recipe is None:
+        parser.error("--compare recipe needs a --recipe")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; use --device cpu")
     return options
@@ -228,7 +241,17 @@ def configure(options: argparse.Namespace) -> tuple[ModelConfig, TrainConfig]:
     dtype = DTYPES[options.dtype or ("bf16" if options.device == "cuda" else "fp32")]
     given = {"steps": options.steps, "max_seconds": options.max_seconds}
     config = replace(config, seed=options.seed, **{name: value for name, value in given.items() if value is not None})
-    return replace(model_config, expert_dtype=dtype, fused=not options.no_fuse), config
+    recipe = RECIPES.get(options.recipe)
+    return replace(model_config, expert_dtype=dtype, fused=not options.no_fuse, recipe=recipe), config
+
+
+def runs_to_compare(options: argparse.Namespace, config: ModelConfig) -> dict[str, ModelConfig]:
+    """The runs by name: one, or the two that are compared."""
+    if options.compare == "kernels":
+        return {"fused": config, "unfused": replace(config, fused=False)}
+    if options.compare == "recipe":
+        return {options.recipe: config, "plain": replace(config, recipe=None)}
+    return {"training" if config.fused else "unfused": config}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -249,14 +272,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"top {model_config.top_k}; experts in {str(model_config.expert_dtype).removeprefix('torch.')} on {device}\n"
     )
     print("what the expert MLP of each layer runs on:")
-    print(model.blocks[0].experts.mlp.explain(), "\n")
+    print(model.blocks[0].experts.mlp.explain(recipe=model_config.recipe), "\n")
     del model
 
     train_text, held_out = corpus.train.to(device), corpus.held_out.to(device)
-    names = ("fused", "unfused") if options.compare else ("unfused" if options.no_fuse else "training",)
     runs = []
-    for name in names:
-        run = train(name, replace(model_config, fused=name != "unfused"), config, train_text, device)
+    for name, variant in runs_to_compare(options, model_config).items():
+        run = train(name, variant, config, train_text, device)
         run.held_out = bits_per_byte(run.model, held_out)
         report(run, entropy)
         runs.append(run)

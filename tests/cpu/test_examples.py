@@ -82,6 +82,18 @@ def test_demo_compares_and_says_that_a_cpu_fuses_nothing(text: Path, tmp_path: P
     assert last.split()[2] == last.split()[3], f"the same seed must give the same losses: {last}"
 
 
+@pytest.mark.parametrize("recipe", ["block", "current", "delayed"])
+def test_demo_compares_with_a_recipe(text: Path, tmp_path: Path, recipe: str) -> None:
+    command = ["--text", str(text), "--device", "cpu", "--dtype", "bf16", "--steps", "3", "--sample", "0"]
+    output = run(
+        "examples/train_moe_lm.py", *command, "--out", str(tmp_path), "--recipe", recipe, "--compare", "recipe"
+    )
+    assert {"block": "Float8BlockScaling", "current": "Float8CurrentScaling", "delayed": "Delayed"}[recipe] in output
+    last = next(line for line in output.splitlines() if line.split()[:2] == ["last", "3"])
+    mine, plain = (float(value) for value in last.split()[2:4])
+    assert mine != plain and abs(mine / plain - 1) < 0.02
+
+
 def test_demo_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty steps on bytes that follow a rule: far better than chance, and every step's loss is there."""
     demo = load("train_moe_lm", monkeypatch)
