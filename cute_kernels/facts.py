@@ -58,6 +58,22 @@ def facts(t: Tensor) -> TensorFacts:
     return _new(TensorFacts, (type(t), t.dtype, t.shape, t.stride(), t.device, t.data_ptr() % VECTOR_BYTES == 0))
 
 
+def likeness(*tensors: Tensor) -> Callable[..., bool] | None:
+    """A function of as many tensors: whether they have the same facts as these (but for alignment) and require
+    gradients alike. It keeps none of them.
+
+    One call takes about a microsecond and 0.1 for each tensor, a tenth of what `facts` take: it is the C++ function
+    behind the guards of torch.compile. None where that cannot be had. False if one tensor is given twice.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[arg-type]
+    except (ImportError, AttributeError, TypeError, RuntimeError):
+        return None
+
+
 def facts_or_none(t: Tensor | None) -> TensorFacts | None:
     return None if t is None else facts(t)
 

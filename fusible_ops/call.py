@@ -4,64 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.ops import are_plain, entry_points
-from cute_kernels.quantization.formats import Format
-from fusible_ops.op import BasicOperation, FusedOperation, OperationContext
+from fusible_ops.op import OperationContext
 from fusible_ops.parameters import Held
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.ranges import shown
-from fusible_ops.recipe import Recipe
+from fusible_ops.route import Route
 
 if TYPE_CHECKING:
     from fusible_ops.fuser import OperationFuser
-
-
-@dataclass(frozen=True)
-class Step:
-    """`op` runs the basic ops of `span`. name: of the rule and its ops, or of the unfused op, for profilers. before,
-    after: the formats in which the steps around it quantise what it gives them, if they do.
-    """
-
-    op: BasicOperation | FusedOperation
-    span: slice
-    name: str
-    before: Format | None = None
-    after: Format | None = None
-
-
-class Route:
-    """What calls with the same facts of all tensors have in common.
-
-    steps: what runs. autocast_dtype, recipe: those that are active. plain: all tensors are (`ops.are_plain`).
-    keeps_plans: those facts say all about operands, so plans may be kept.
-    """
-
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        autocast_dtype: torch.dtype | None,
-        recipe: Recipe | None,
-        plain: bool,
-        keeps_plans: bool,
-    ) -> None:
-        self.steps, self.autocast_dtype, self.recipe = steps, autocast_dtype, recipe
-        self.plain, self.keeps_plans = plain, keeps_plans
-        self.contexts: dict[Any, list[tuple[type[OperationContext], Plans]]] = {}
-        """For each pattern of wanted gradients (see `OperationFuser.context_kinds`): of each basic op the kind of its
-        context, and its plans.
-        """
-
-    def plans(self, index: int) -> Plans:
-        """New plans for basic op `index`. What steps after the first are given may differ where facts are the same."""
-        return Plans() if self.keeps_plans and index < self.steps[0].span.stop else NO_PLANS
 
 
 class Call:
@@ -95,7 +52,8 @@ class Call:
             if source is not None:
                 ctx.split_sizes = self._splits(source)
             contexts.append(ctx)
-        x = _tokens_only(x, _offsets(self._splits(fuser.lead), x))
+        if fuser.lead is not None:
+            x = _tokens_only(x, _offsets(self._splits(fuser.lead), x))
         for step in route.steps:
             span = step.span
             with shown(step.name, "forward"):
@@ -107,13 +65,13 @@ class Call:
                     next_op_input_quantizer=step.after,
                     basic_op_kwargs=self.kwargs[span],
                 )
-        self.trail_offsets = _offsets(self._splits(fuser.trail), x)
-        return _tokens_only(x, self.trail_offsets)
+        if fuser.trail is not None:
+            self.trail_offsets = _offsets(self._splits(fuser.trail), x)
+            x = _tokens_only(x, self.trail_offsets)
+        return x
 
-    def _splits(self, index: int | None) -> Tensor | None:
+    def _splits(self, index: int) -> Tensor:
         """The split sizes that basic op `index` was given."""
-        if index is None:
-            return None
         return self.extra_inputs[index][self.fuser.basic_ops[index].split_sizes_slot]  # type: ignore[index]
 
     def take_saved(self) -> list[Tensor | None]:
@@ -172,8 +130,8 @@ class Call:
         return result
 
 
-def _offsets(split_sizes: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if split_sizes is None else reference.group_offsets(split_sizes, x.shape[:-1].numel())
+def _offsets(split_sizes: Tensor, x: Tensor) -> Tensor:
+    return reference.group_offsets(split_sizes, x.shape[:-1].numel())
 
 
 def _tokens_only(t: Tensor, offsets: Tensor | None) -> Tensor:

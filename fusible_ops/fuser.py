@@ -21,16 +21,19 @@ from cute_kernels.limits import dtype_name
 from cute_kernels.ops import are_plain
 from cute_kernels.target import Target
 from fusible_ops.autocast_mode import current_recipe
-from fusible_ops.call import Call, Route, Step, autocast_dtype_on, owned, record, without_autocast
+from fusible_ops.call import Call, autocast_dtype_on, owned, record, without_autocast
 from fusible_ops.op import FusedOperation, FusibleOperation, OperationContext
 from fusible_ops.parameters import Held
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.recipe import Recipe
+from fusible_ops.route import Route, Step
 from patterns import RULES, Chain, Plan, Rule, explain, plan
 
 ON_UNFUSED = ("allow", "warn", "error")
 MOST_ROUTES = 2048
 """Kinds of calls that a run remembers; every row count makes a new one."""
+MOST_RECENT = 4
+"""Those of them that a call is compared with first, without taking facts."""
 
 
 def _refuse_transforms() -> NoReturn:
@@ -83,6 +86,7 @@ class OperationFuser:
         ends = list(itertools.accumulate((op.num_extra_inputs for op in self.basic_ops), initial=0))
         self._extra_spans = [slice(*ends_of_op) for ends_of_op in itertools.pairwise(ends)]
         self._routes: dict[Any, Route] = {}
+        self._recent: list[Route] = []
         self._context_kinds: dict[Any, list[type[OperationContext]]] = {}
         self._steps: dict[Any, list[Step]] = {}
         self._check_widths()
@@ -170,33 +174,54 @@ class OperationFuser:
         held = [op.hold(owner) for op, owner in self.named]
         extras = [extra_inputs[span] for span in self._extra_spans]
         autocast_dtype = autocast_dtype_on(x.device) if isinstance(x, Tensor) else None
-        try:
-            kind = (autocast_dtype, recipe, *map(facts, (x, *extra_inputs)), *[own.kind() for own in held])
-            route = None if basic_op_kwargs else self._routes.get(kind)
-        except (AttributeError, RuntimeError, TypeError):  # not all are strided tensors of known shape
-            kind, route = None, None
-        if route is None:
-            self._check_call(x, extra_inputs, basic_op_kwargs)
-            for (op, owner), own in zip(self.named, extras, strict=True):
-                op.check_call(x, own, owner)
-            steps = self.steps(x, autocast_dtype, recipe)
-            plain = are_plain((x, *extra_inputs)) and all(are_plain(own.parameters) for own in held)
-            keeps_plans = kind is not None and all(own.is_packed for own in held)
-            route = Route(steps, autocast_dtype, recipe, plain, keeps_plans)
-            if kind is not None and not basic_op_kwargs:
-                self._remember(kind, route)
+        parameters = [p for own in held for p in own.parameters]
+        tensors = x, extra_inputs, parameters, held
+        for route in () if basic_op_kwargs else self._recent:
+            if route.autocast_dtype is autocast_dtype and route.recipe is recipe and route.fits(*tensors):
+                break
+        else:
+            route = self._route(*tensors, extras, basic_op_kwargs, autocast_dtype, recipe)
         call = Call(self, route, held, extras, basic_op_kwargs or [{} for _ in held])
         with without_autocast(x.device, autocast_dtype):
-            parameters = itertools.chain.from_iterable([own.parameters for own in held])
             if torch.is_grad_enabled():
                 return record(x, call, *parameters, *extra_inputs)
             needs = (False, False, *[p.requires_grad for p in parameters], *[False] * len(extra_inputs))
             return owned(call.forward(x, needs, False), x)
 
-    def _remember(self, kind: Any, route: Route) -> None:
-        if len(self._routes) >= MOST_ROUTES:
-            self._routes.clear()
-        self._routes[kind] = route
+    def _route(
+        self,
+        x: Tensor,
+        extra_inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        held: Sequence[Held],
+        extras: Sequence[Sequence[Tensor]],
+        basic_op_kwargs: Sequence[dict[str, Any]] | None,
+        autocast_dtype: torch.dtype | None,
+        recipe: Recipe | None,
+    ) -> Route:
+        """The route of calls with these facts: one that is kept, else a new one, if the call passes every check."""
+        for (op, owner), own in zip(self.named, held, strict=True):
+            op.check_parameters(own, owner)
+        try:
+            kind = (autocast_dtype, recipe, *map(facts, (x, *extra_inputs)), *[own.kind() for own in held])
+            route = None if basic_op_kwargs else self._routes.get(kind)
+        except (AttributeError, RuntimeError, TypeError):  # not all are strided tensors of known shape
+            kind, route = None, None
+        if route is not None:
+            route.learn(x, extra_inputs, parameters, held)
+            self._recent = [route, *[other for other in self._recent if other is not route]][:MOST_RECENT]
+            return route
+        self._check_call(x, extra_inputs, basic_op_kwargs)
+        for (op, owner), given in zip(self.named, extras, strict=True):
+            op.check_call(x, given, owner)
+        plain = are_plain((x, *extra_inputs)) and are_plain(parameters)
+        keeps_plans = kind is not None and all(own.is_packed for own in held)
+        route = Route(self.steps(x, autocast_dtype, recipe), autocast_dtype, recipe, plain, keeps_plans)
+        if kind is not None and not basic_op_kwargs:
+            if len(self._routes) >= MOST_ROUTES:
+                self._routes.clear()
+            self._routes[kind] = route
+        return route
 
     def context_kinds(
         self, route: Route, held: Sequence[Held], needs: tuple[bool, ...], recorded: bool

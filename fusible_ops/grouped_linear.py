@@ -133,15 +133,10 @@ class GroupedLinear(BasicOperation):
     def hold(self, owner: str) -> Held:
         weights = self._held(self._weight_keys)
         if not self.has_bias:
-            held = Held(weights, weights, (), self.transposed_weight)
-        else:
-            biases = self._held(self._bias_keys)
-            parameters = [*biases, *weights] if self._biases_first else [*weights, *biases]
-            held = Held(parameters, weights, biases, self.transposed_weight)
-        if self.has_bias or not held.weights_packed:  # those that are packed are alike: the first speaks for all
-            first_of = slice(1 if held.weights_packed and held.biases_packed else None)
-            checks.alike(owner, held.weights[first_of], held.biases[first_of])
-        return held
+            return Held(weights, weights, (), self.transposed_weight)
+        biases = self._held(self._bias_keys)
+        parameters = [*biases, *weights] if self._biases_first else [*weights, *biases]
+        return Held(parameters, weights, biases, self.transposed_weight)
 
     def weight_parameters(self) -> list[Parameter]:
         """`[weight]`, or `[weight0, …]`."""
@@ -258,6 +253,10 @@ class GroupedLinear(BasicOperation):
         checks.split_sizes(owner, extra_inputs[0], self.num_groups, self.first_weight.device)
         if self.scale_bias:
             checks.row_scales(owner, "scales", extra_inputs[1], x)
+
+    def check_parameters(self, held: Held, owner: str) -> None:
+        first_of = slice(1 if held.is_packed else None)  # those that are packed are alike: the first speaks for all
+        checks.alike(owner, held.weights[first_of], held.biases[first_of])
 
     def check_wants(self, held: Held, wants: Sequence[bool], owner: str) -> None:
         checks.alike(owner, held.weights, held.biases)

@@ -165,7 +165,7 @@ class BasicOperation(FusibleOperation):
         return f"{type(self).__name__} {self.name}".rstrip()
 
     def hold(self, owner: str) -> Held:
-        """The parameters as they are now. Raises for those that this op cannot take. owner: how the error calls it."""
+        """The parameters as they are now, asked for every call. owner: how errors call this op."""
         return Held(parameters_of(self)) if self._parameters or self._modules else NOTHING_HELD
 
     def check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], owner: str) -> None:
@@ -173,6 +173,11 @@ class BasicOperation(FusibleOperation):
 
         x: the input of the run, which has the rows. owner: how the error calls this op. It may read facts of tensors
         (`cute_kernels.facts`), of parameters too: for the same ones it is not asked again.
+        """
+
+    def check_parameters(self, held: Held, owner: str) -> None:
+        """Raise for parameters that this op cannot take. It may read their facts: for the same ones, at the same
+        addresses, it may not be asked again.
         """
 
     def check_wants(self, held: Held, wants: Sequence[bool], owner: str) -> None:

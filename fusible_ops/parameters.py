@@ -51,10 +51,11 @@ class Held:
     """The parameters of one op as a call finds them, and as kernels take them.
 
     parameters: all, in the order in which backward returns gradients. weights, biases: those of a linear.
-    transposed: weights are stored [K, N].
+    transposed: weights are stored [K, N]. weights_packed, biases_packed: whether they are one tensor or lie as one;
+    found out when first asked, unless `knows` has told it.
     """
 
-    __slots__ = ("biases", "biases_packed", "parameters", "transposed", "weights", "weights_packed")
+    __slots__ = ("_biases_packed", "_weights_packed", "biases", "parameters", "transposed", "weights")
 
     def __init__(
         self,
@@ -64,13 +65,29 @@ class Held:
         transposed: bool = False,
     ) -> None:
         self.parameters, self.weights, self.biases, self.transposed = parameters, weights, biases, transposed
-        self.weights_packed = len(weights) < 2 or are_packed(weights)
-        self.biases_packed = len(biases) < 2 or are_packed(biases)
+        self._weights_packed: bool | None = None
+        self._biases_packed: bool | None = None
+
+    @property
+    def weights_packed(self) -> bool:
+        if self._weights_packed is None:
+            self._weights_packed = len(self.weights) < 2 or are_packed(self.weights)
+        return self._weights_packed
+
+    @property
+    def biases_packed(self) -> bool:
+        if self._biases_packed is None:
+            self._biases_packed = len(self.biases) < 2 or are_packed(self.biases)
+        return self._biases_packed
 
     @property
     def is_packed(self) -> bool:
         """Whether the weights, and the biases, are one tensor or lie as one."""
         return self.weights_packed and self.biases_packed
+
+    def knows(self, packed: tuple[bool, bool]) -> None:
+        """Whether weights and biases are packed."""
+        self._weights_packed, self._biases_packed = packed
 
     def kind(self) -> tuple[object, ...]:
         """All that a call depends on beside values and addresses: facts, of those that are packed the first's."""
