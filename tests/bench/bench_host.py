@@ -144,6 +144,18 @@ def bench_host_time() -> None:
                 )
 
 
+def bench_one_thread() -> None:
+    """The same with backward on the caller's thread: what changing threads between forward and backward costs."""
+    with torch.autograd.set_multithreading_enabled(False):
+        forward, floor, leaves = layer(64, stacked=True)
+        for name, call in (("weights", forward), ("floor", floor)):
+            idle, row = host_microseconds(call, leaves, 1), host_microseconds(call, leaves, IN_A_ROW)
+            print(
+                f"G= 64 stacked {name}, one thread  idle device: forward {idle[0]:5.0f}, backward {idle[1]:5.0f} us   "
+                f"20 in a row: {row[0]:5.0f}, {row[1]:5.0f} us"
+            )
+
+
 def bench_causes() -> None:
     """One call with 64 stacked weights, 20 in a row, split by cause."""
     forward, floor, leaves = layer(64, stacked=True)
@@ -226,6 +238,7 @@ def bench_unused_rows() -> None:
 if __name__ == "__main__":
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     bench_host_time()
+    bench_one_thread()
     bench_causes()
     bench_launches()
     bench_unused_rows()
