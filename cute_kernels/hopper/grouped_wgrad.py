@@ -20,7 +20,7 @@ from cute_kernels import launch
 from cute_kernels.catalog import SM90_GROUPED_WGRAD
 from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.hopper.device_table import addresses, device_table
-from cute_kernels.hopper.grouped_wgrad_configs import WgradConfig, choose
+from cute_kernels.hopper.grouped_wgrad_configs import TILE_TOKENS, WgradConfig, choose
 from cute_kernels.hopper.operands import (
     KEPT,
     VECTOR_BYTES,
@@ -38,7 +38,7 @@ from cute_kernels.hopper.operands import (
 )
 from cute_kernels.limits import dtype_name
 
-MODULE = "cute_kernels.hopper.grouped_wgrad_kernel"
+MODULE, MODULE_ADD = "cute_kernels.hopper.grouped_wgrad_kernel", "cute_kernels.hopper.grouped_wgrad_add_kernel"
 NAME, ARCH = SM90_GROUPED_WGRAD.name, SM90_GROUPED_WGRAD.arch
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -109,7 +109,7 @@ def grouped_wgrad_(
     target = _lowest_and_table(out, x.device, stream) if plan.options.separate else (out[0],)
     if not plan.readable:
         dy, x = readable(dy), readable(x)
-    kernel = launch.kernel(MODULE, plan.options, ARCH)
+    kernel = launch.kernel(MODULE_ADD if accumulate else MODULE, plan.options, ARCH)
     kernel(dy, x, offsets, target, counter, max(glu_interleave, 1), plan.strip, plan.grid, stream)
 
 
@@ -129,7 +129,10 @@ def _plan(
     rows, columns = dy.shape[1], x.shape[1]
     _check_out(out, groups, rows, columns, x)
     dynamic = check_counter(NAME, counter, x)
-    options = _options(x.dtype, out.kinds[0].dtype, rows, columns, glu_interleave, accumulate, out.separate, dynamic)
+    few = dy.shape[0] <= TILE_TOKENS * groups
+    options = _options(
+        x.dtype, out.kinds[0].dtype, rows, columns, glu_interleave, accumulate, out.separate, dynamic, few
+    )
     sms = multiprocessors(SM90_GROUPED_WGRAD, x.device, sm_margin, options.config.cluster)
     grid = options.config.grid(groups, rows, columns, sms)
     return Plan(options, options.config.strip(), grid, is_readable(dy) and is_readable(x))
@@ -151,12 +154,13 @@ def _options(
     accumulate: bool,
     separate: bool,
     dynamic: bool,
+    few: bool,
 ) -> WgradOptions:
     """Checks what does not depend on the call's memory, once for each shape."""
     SM90_GROUPED_WGRAD.require(dtype=dtype_name(element), K=columns, N=rows)
     if block < 0 or (block and rows % (2 * block)):
         raise ValueError(f"{NAME}: glu_interleave is {block}, needs 0 or a divisor of I = N / 2 (N is {rows})")
-    config = choose(rows, out.itemsize, accumulate, block).config
+    config = choose(rows, out.itemsize, accumulate, block, few).config
     return WgradOptions(dtype_name(element), dtype_name(out), config, accumulate, block > 0, separate, dynamic)
 
 

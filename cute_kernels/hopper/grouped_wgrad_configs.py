@@ -46,8 +46,13 @@ class WgradConfig:
 
     def grid(self, groups: int, rows: int, columns: int, sms: int) -> int:
         """CTAs to launch: one an SM, whole clusters, no more than there are tiles."""
-        tiles = groups * -(-rows // (TILE_ROWS * self.cluster)) * -(-columns // TILE_COLUMNS)
-        return max(1, min(sms // self.cluster, tiles)) * self.cluster
+        return max(1, min(sms // self.cluster, groups * self.tiles(rows, columns))) * self.cluster
+
+    def tiles(self, rows: int, columns: int) -> int:
+        """Tiles of one group, a cluster's together: row tiles beside each other, of a last odd one columns."""
+        units, odd = divmod(-(-rows // TILE_ROWS), self.cluster)
+        column_tiles = -(-columns // TILE_COLUMNS)
+        return units * column_tiles + (-(-column_tiles // self.cluster) if odd else 0)
 
 
 @dataclass(frozen=True)
@@ -58,27 +63,45 @@ class WgradChoice:
     reasons: tuple[str, ...]
 
 
-def choose(rows: int, out_bytes: int, accumulate: bool, block: int) -> WgradChoice:
+def choose(rows: int, out_bytes: int, accumulate: bool, block: int, few: bool = False) -> WgradChoice:
     """The configuration for a gradient of `rows` rows and elements of `out_bytes` bytes.
 
-    block: rows of an interleaved block, 0 for none.
+    block: rows of an interleaved block, 0 for none. few: a group has at most one k block of tokens, on average.
     """
+    together = block == 0 or (block % 16 == 0 and rows % 32 == 0)
+    if accumulate:
+        return _choose_adding(rows, out_bytes, together)
+    paired = rows > TILE_ROWS
+    why_cluster = (
+        "two CTAs share x's tile, or, of a last odd row tile, take two columns: up to 2 % faster"
+        if paired
+        else "one row tile: nobody to share x's tile with"
+    )
+    if out_bytes == 4:
+        by_tma, why = False, "FP32 leaves from registers: 3 % faster than staged, which costs shared memory's bandwidth"
+    elif not together:
+        by_tma, why = False, "16 rows of a tile may lie apart in the weight: stored from registers"
+    elif few:
+        by_tma, why = False, "one k block a tile, so stores are all there is: 3 to 7 % faster from registers"
+    else:
+        by_tma, why = True, "16 rows of a tile are 16 rows of the weight: TMA stores them, up to 3 % faster"
+    why_room = "5 stages; one slot of staging, if any: stores that wait for each other hold up the loads least"
+    return WgradChoice(WgradConfig(2 if paired else 1, 5, 1, by_tma), (why_cluster, why, why_room))
+
+
+def _choose_adding(rows: int, out_bytes: int, together: bool) -> WgradChoice:
+    """For gradients that are added to what is there."""
     paired = -(-rows // TILE_ROWS) % 2 == 0
     why_cluster = (
         "row tiles pair, so two CTAs share x's tile: up to 2 % faster"
         if paired
         else "an odd number of row tiles: a pair more would multiply zeros, 2 to 4 % slower"
     )
-    by_tma = block == 0 or (block % 16 == 0 and rows % 32 == 0)
     why_tma = (
         "16 rows of a tile are 16 rows of the weight: TMA stores them, up to 10 % faster than row by row"
-        if by_tma
+        if together
         else "16 rows of a tile may lie apart in the weight: stored row by row"
     )
-    if accumulate:
-        stages, slots = (4, 4) if out_bytes == 4 else (4, 3)
-        why_room = "4 stages leave room to fetch old values ahead; 3 stages and more room are 6 to 12 % slower"
-    else:
-        stages, slots = 5, 1
-        why_room = "5 stages and one slot: stores that wait for each other hold up the loads least, up to 9 % faster"
-    return WgradChoice(WgradConfig(2 if paired else 1, stages, slots, by_tma), (why_cluster, why_tma, why_room))
+    why_room = "4 stages leave room to fetch old values ahead; 3 stages and more room are 6 to 12 % slower"
+    slots = 4 if out_bytes == 4 else 3
+    return WgradChoice(WgradConfig(2 if paired else 1, 4, slots, together), (why_cluster, why_tma, why_room))

@@ -1,154 +1,109 @@
-"""dW_g = dy_gᵀ x_g for every group g: the weight gradient of a grouped linear on SM90.
+"""dW_g = dy_gᵀ x_g for every group g: the weight gradient of a grouped linear on SM90, written over what was there.
 
 Shapes: dy [T, N], x [T, K] bf16 or fp16, rows contiguous (any row stride that is a multiple of 8 elements); offsets
 [G+1] int32; out [G, N, K] contiguous bf16, fp16 or fp32, or the lowest of G separate [N, K] tensors and an int64 table
 of their addresses. N and K are multiples of 8. Rows outside a group never reach its sums, whatever they hold. An empty
-group gives exact zeros, or, when accumulating, is left alone. With `interleaved`, dy's columns lie as [gate | up] and
-the row of a gradient goes to blocks of `block` gate rows, then `block` up rows.
+group gives exact zeros. With `interleaved`, dy's columns lie as [gate | up] and the row of a gradient goes to blocks of
+`block` gate rows, then `block` up rows. Ragged loads and separate outputs: see `wgrad_operands`.
 
-Numerics: FP32 sums, rounded once to out's type; accumulating adds that rounded value to what is there, in FP32, and
-rounds again. Each element is written once per launch, so results are the same bits run after run. Equals
-`reference.grouped_wgrad`.
+Numerics: FP32 sums, rounded once to out's type. Each element is written once per launch, so results are the same bits
+run after run. Equals `reference.grouped_wgrad`.
 
-Ragged loads: the summed dimension is tokens, so both operands must read zero past a group's end (0 x NaN is NaN).
-Each is viewed with two extra dimensions whose strides cancel modulo 2^64 (`ragged`); a group then begins at a
-coordinate such that its end is the end of the dimension, and the TMA unit fills in zeros. No descriptor is rewritten.
-(Public idea: Triton's ragged TMA, QuACK.) Separate outputs are reached in a like way: one descriptor starts at the
-lowest of them and has a dimension of 16-byte steps.
-
-Roles, 384 threads: warps 0 to 3 and 4 to 7 are two warpgroups that each multiply and store whole tiles of 128 x 192,
-in turn; warp 8 issues TMA, and its warpgroup gives registers away.
-Pipelines: operand ring, producer -> 4 consumer warps (of the warpgroup whose tile it is; in a cluster of 2, also of
-the same warpgroup of the other CTA, since half of x's tile comes from there). Turns: two named barriers of 256
-threads. Staging: each warp has 16 rows of its warpgroup's slots to itself.
+Roles, 384 threads: warps 0 to 3 and 4 to 7 are two warpgroups that each multiply and store whole tiles of 128 x 192, in
+turn. The third gives registers away: warp 8 issues TMA loads, warp 9 plans tiles (`wgrad_tiles`), warps 10 and 11 zero
+the gradients of empty groups.
+Pipelines: operand ring, warp 8 -> 4 consumer warps (of the warpgroup whose tile it is; in a cluster of 2, also of the
+same warpgroup of the other CTA, since half of x's tile comes from there). Plans, warp 9 -> the 8 consumer warps and
+warp 8. Turns: two named barriers of 256 threads. Staging: each warp has 16 rows of its warpgroup's slots to itself.
 Schedule: persistent; cluster c takes tiles c, c + clusters, ..., or, dynamic, whichever is next when it asks (see
-`tickets`); its warpgroups take them alternately, and each steps the ring over the other's k blocks. In a group tiles go
-in strips (`place`), and each group starts a column later than the one before, so that narrow last columns do not always
-meet the same CTA: those are multiplied at a width of 128 or 64.
+`tickets`); its warpgroups take them alternately, and each steps the ring over the other's k blocks. Columns and rows of
+zeros are multiplied at a width of 128 or 64, or a height of 64.
 Timeline of a warpgroup: wait for the turn; per k block wait for the stage, 8 WGMMA, release the stage before; pass the
-turn on while the last WGMMA still run; then, while the other warpgroup multiplies, round and send the tile, 16 rows by
-128 bytes a warp at a time. Accumulating, the old values are copied into the slots ahead (cp.async; the first before the
-turn), added to, and sent from there. The producer fills the ring for the next tiles meanwhile.
+turn on while the last WGMMA still run; then, while the other warpgroup multiplies, round the sums and store them: by
+TMA, 16 rows by 128 bytes a warp at a time, or from registers. The producer fills the ring for the next tiles meanwhile.
 
-Measured on one H200 (2026-11-30, BF16 operands, L2 flushed, variants in turn; milliseconds). (G, T, N, K):
+Measured on one H200 (2026-11-30, BF16 operands, L2 flushed, 21 rounds of variants in turn; milliseconds). (G, T, N, K):
     A (8, 32768, 4096, 7168)    B (32, 32768, 5760, 2880)    C (128, 65536, 1536, 2048)
     D (8, 32768, 7168, 2048)    E (32, 32768, 2880, 2880)    F (128, 65536, 2048, 768)
                                 A      B      C      D      E      F
-    BF16 out                    2.742  1.519  0.585  1.396  0.744  0.301
-    QuACK 0.6.5, untuned        2.737  1.578  0.583  1.406  0.763  0.299
-    torch._grouped_mm           2.880  2.049  0.819  1.468  1.010  0.402
-    BF16 out, interleaved 32    2.786  1.632  0.627  1.412  0.783  0.320
-    FP32 out                    2.722  1.566  0.710  1.466  0.828  0.366
-    added to FP32               2.850  1.950  1.070  1.524  1.013  0.545
-    its bytes at 4.2 TB/s       0.623  1.146  0.879  0.368  0.595  0.471
-Slower: both warpgroups on one 128 x 256 tile, its epilogue exposed (3 to 23 %); reductions in L2 (`red`, TMA
-reduce-add), which pass no more than about 1.1 TB/s here (C: 1.43); row tiles fastest without strips (D: 2 %); two or
-three staging slots and 4 stages (C: 3 to 9 %): stores then come in bursts and hold up the loads.
+    BF16 out, by TMA            2.741  1.542  0.590  1.409  0.739  0.320
+    from registers              2.751  1.558  0.606  1.414  0.745  0.324
+    by TMA, dynamic             2.721  1.530  0.592  1.369  0.732  0.313
+    QuACK 0.6.5, untuned        2.745  1.579  0.606  1.424  0.778  0.325
+    before plans (a)            2.746  1.569  0.614  1.410  0.760  0.329
+(a) each warp worked out its tiles by itself, 1300 cycles between tiles; an odd last row tile forbade pairs.
+One group with rows of 64, (N, K) = (4096, 7168), 256 rows: 0.890 ms, 4.2 TB/s of zeros; bulk copies from shared memory
+reached 2.65 TB/s (and delay loads), the tensor's own `zero_` 3.4. 65536 rows: 6.13 ms, unpaced 6.61.
+Where the time goes (A, B, C, F): tensor cores busy 98.6, 99.1, 88.9, 89.0 % of it; the clock is 1.25 to 1.5 GHz.
+Slower: both warpgroups on one 128 x 256 tile, its epilogue exposed (3 to 23 %); row tiles fastest without strips (D: 2
+%); two or three staging slots and 4 stages (C: 5 %), three of half the size and 5 stages (C: 1.6 %); stores that L2 is
+to evict first (D: 1 %; few rows a group: 8 % faster, as from registers).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int16, Int32, Int64, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int16, Int32, Int64, const_expr, range_constexpr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op, select_
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.hopper import tickets
-from cute_kernels.hopper.grouped_wgrad_configs import SLOT_ROW_BYTES, TILE_COLUMNS, TILE_ROWS, TILE_TOKENS
+from cute_kernels.hopper.grouped_wgrad_configs import SLOT_ROW_BYTES
+from cute_kernels.hopper.wgrad_operands import (
+    BOX,
+    CONSUMER_REGISTERS,
+    FAR_UNITS,
+    PRODUCER_REGISTERS,
+    THREADS,
+    TILE_K,
+    TILE_M,
+    TILE_N,
+    TURN,
+    TURN_THREADS,
+    TYPES,
+    UNITS,
+    VECTOR_BYTES,
+    WARPS,
+    Product,
+    Target,
+    anew,
+    ragged,
+    tokens_of,
+)
+from cute_kernels.hopper.wgrad_tiles import (
+    DEPTH,
+    FIELDS,
+    Plan,
+    Plans,
+    Walk,
+    filled_groups,
+    has_rows,
+    make_plans,
+    plan_of,
+    read,
+    seek,
+    tiles_of_group,
+    write,
+)
 
-TILE_M, TILE_N, TILE_K = TILE_ROWS, TILE_COLUMNS, TILE_TOKENS
-WIDTHS = (192, 128, 64)  # at which a tile is multiplied
-BOX = 64  # columns of x in one TMA box: a 128-byte swizzle atom
-THREADS, WARPS = 384, 4  # of a CTA; of a warpgroup
-TURN, TURN_THREADS = 1, 256  # barrier of the first warpgroup's turn, the second's follows
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-VECTOR_BYTES = 16  # what a lane copies at once
-LANES = SLOT_ROW_BYTES // VECTOR_BYTES  # that copy a row together
-STEPS = 16 * LANES // 32  # in which a warp copies 16 rows
-FAR = 1 << 30  # extent of a ragged dimension; more than any row count
-UNITS, FAR_UNITS = 1 << 30, 1 << 10  # of 16 bytes in two dimensions that reach separate outputs
-
-TYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
+SHAPES = ((128, 192), (128, 128), (128, 64), (64, 192))  # rows and columns of a tile that are multiplied
+ZERO_BYTES = 4096  # what a CTA zeroes at once
 
 
 @dsl_user_op
-def anew(value: Int32, *, loc=None, ip=None):
-    """`value`, of which the compiler does not know that it is the same: what follows from it is computed again here."""
-    operand = Int32(value).ir_value(loc=loc, ip=ip)
-    return Int32(
-        llvm.inline_asm(
-            T.i32(), [operand], "mov.b32 $0, $1;", "=r,r", has_side_effects=True, is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
+def rest(*, loc=None, ip=None):
+    """A pause of some 100 ns."""
+    llvm.inline_asm(
+        None, [], "nanosleep.u32 100;", "", has_side_effects=True, is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
     )  # fmt: skip
-
-
-@cute.jit
-def ragged(x: cute.Tensor):
-    """(tokens, F) -> (F, FAR, 2^31-1, 2^31-1): index (FAR - n + i, FAR, first + n) lands on token first + i, and i >=
-    n is out of range. The strides of the last three dimensions cancel FAR modulo 2^64: FAR (s + (2^34 - s)) = 2^64
-    elements.
-    """
-    stride = x.stride[0]
-    shape = (x.shape[1], FAR, 2**31 - 1, 2**31 - 1)
-    return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=(1, stride, 2**34 - stride, stride)))
-
-
-@cute.jit
-def tokens_of(x: cute.Tensor, first, count):
-    """The (F, tokens) view of a ragged tensor that starts at token `first` and reads zero from `count` on."""
-    return cute.domain_offset((0, FAR - count), x[None, None, FAR, first + count])
-
-
-class Walk(NamedTuple):
-    """What a role needs to find its tiles: group ends, the gradient's shape, the strip, this cluster, their number,
-    this CTA's place in its cluster, and the tickets if dynamic."""
-
-    offsets: Any
-    rows: Any
-    cols: Any
-    strip: Any
-    first: Any
-    step: Any
-    rank: Any
-    tickets: Any
-
-
-class Tile(NamedTuple):
-    """A tile of one group's gradient, by its first row and column."""
-
-    group: Any
-    row: Any
-    col: Any
-
-
-class Target(NamedTuple):
-    """Where results go.
-
-    out: (stacked buffer,) or (lowest of separate ones, their addresses). atom, tensor: for TMA, or None.
-    block: rows of an interleaved block.
-    """
-
-    out: Any
-    atom: Any
-    tensor: Any
-    block: Any
-
-
-class Product(NamedTuple):
-    """A multiplication of one width: WGMMA operation, operands by (k step, stage), and its part of the sums."""
-
-    op: Any
-    a: Any
-    b: Any
-    acc: Any
 
 
 class GroupedWgradSm90:
@@ -162,13 +117,15 @@ class GroupedWgradSm90:
         self.box_k = TILE_K // self.cluster
         self.element = TYPES[options.element]
         self.out = TYPES[options.out]
-        self.accumulate, self.dynamic = options.accumulate, options.dynamic
+        self.dynamic = options.dynamic
         self.interleaved = options.interleaved
         self.separate = options.separate
         self.out_bytes = self.out.width // 8
         self.staged_cols = SLOT_ROW_BYTES // self.out_bytes
         self.pieces = TILE_M // 64 * TILE_N // self.staged_cols
         self.vector = VECTOR_BYTES // self.out_bytes
+        self.span = 4 * self.vector
+        """Columns of a row that the four lanes with its sums store at once."""
 
     @cute.jit
     def __call__(
@@ -204,8 +161,12 @@ class GroupedWgradSm90:
         class Storage:
             a: cute.struct.Align[cute.struct.MemRange[self.element, cute.cosize(a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.element, cute.cosize(b_layout)], 1024]
-            staged: cute.struct.Align[cute.struct.MemRange[self.out, cute.cosize(staged_layout)], 1024]
+            staged: cute.struct.Align[
+                cute.struct.MemRange[self.out, cute.cosize(staged_layout) if self.by_tma else 8], 1024
+            ]
             barriers: cute.struct.MemRange[Int64, 2 * self.stages]
+            plans: cute.struct.MemRange[Int64, 2 * DEPTH + 1]
+            records: cute.struct.Align[cute.struct.MemRange[Int32, DEPTH * FIELDS], 16]
             tickets: cute.struct.MemRange[Int64, 2 * tickets.DEPTH]
             numbers: cute.struct.MemRange[Int32, tickets.DEPTH]
 
@@ -268,9 +229,10 @@ class GroupedWgradSm90:
         staged = storage.staged.get_tensor(staged_layout.outer, swizzle=staged_layout.inner)
         taken = None
         if const_expr(self.dynamic):
-            readers = 2 * WARPS * self.cluster + self.cluster - 1  # the producer warp of the first CTA writes
             numbers = storage.numbers.get_tensor(cute.make_layout(tickets.DEPTH))
-            taken = tickets.make(counter, storage.tickets.data_ptr(), numbers, readers)
+            taken = tickets.make(counter, storage.tickets.data_ptr(), numbers, max(1, self.cluster - 1))
+        records = storage.records.get_tensor(cute.make_layout((FIELDS, DEPTH)))
+        plans = make_plans(storage.plans.data_ptr(), records, 2 * WARPS + 1)
         ring = pipeline.PipelineTmaAsync.create(
             num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
@@ -280,95 +242,103 @@ class GroupedWgradSm90:
             cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, 1)),
         )
         first, step, rank = cta // self.cluster, ctas // self.cluster, cta % self.cluster
-        walk = Walk(offsets, a_tma.shape[0], b_tma.shape[0], strip, first, step, rank, taken)
+        walk = Walk(offsets, offsets.shape[0] - 1, a_tma.shape[0], b_tma.shape[0], strip, first, step, rank)
+        target = Target(out, out_atom, out_tma, block)
         if warp_index >= 2 * WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 2 * WARPS:
-                self.produce(a_atom, a_tma, b_atom, b_tma, a, boxes, ring, walk)
+                self.produce(a_atom, a_tma, b_atom, b_tma, a, boxes, ring, plans, walk)
+            elif warp_index == 2 * WARPS + 1:
+                self.plan(plans, taken, walk)
+            else:
+                self.zero_empty(target, walk, cta, ctas, thread - 32 * (2 * WARPS + 2))
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             turn = cute.arch.make_warp_uniform(thread // 128)
-            target = Target(out, out_atom, out_tma, block)
-            self.consume(a, b, ring, staged, target, walk, turn, thread % 128)
+            self.consume(a, b, ring, plans, staged, target, walk, turn, thread % 128)
 
     @cute.jit
-    def row_units(self, walk: Walk):
-        """Row tiles, a cluster's together."""
-        return (walk.rows + self.cluster * TILE_M - 1) // (self.cluster * TILE_M)
-
-    @cute.jit
-    def tiles_of_group(self, walk: Walk):
-        """Tiles of one group, a cluster's together."""
-        return self.row_units(walk) * ((walk.cols + TILE_N - 1) // TILE_N)
-
-    @cute.jit
-    def tiles(self, walk: Walk):
-        """Tiles of all groups, a cluster's together."""
-        return self.tiles_of_group(walk) * (walk.offsets.shape[0] - 1)
-
-    @cute.jit
-    def place(self, walk: Walk, index):
-        """The tile with this index: strips of `strip` row units; in a strip column after column, rows fastest."""
-        tiles = self.tiles_of_group(walk)
-        group = index // tiles
-        units = self.row_units(walk)
-        local = (index - group * tiles + group * units) % tiles
-        strip = local // (walk.strip * (tiles // units))
-        local -= strip * walk.strip * (tiles // units)
-        height = cutlass.min(units - strip * walk.strip, walk.strip)
-        col = local // height
-        unit = strip * walk.strip + local - col * height
-        return Tile(group, (unit * self.cluster + walk.rank) * TILE_M, col * TILE_N)
-
-    @cute.jit
-    def blocks_of(self, walk: Walk, index):
-        """K blocks of a tile, none past the last. An empty group has one, all zeros, unless nothing is to be added."""
-        blocks = Int32(0)
-        if index < self.tiles(walk):
-            group = index // self.tiles_of_group(walk)
-            blocks = (walk.offsets[group + 1] - walk.offsets[group] + TILE_K - 1) // TILE_K
-            if const_expr(not self.accumulate):
-                blocks = cutlass.max(blocks, 1)
-        return blocks
-
-    def number(self, walk: Walk, entry):
-        """The number of this cluster's tile `entry`, for who only reads it; see `tickets`."""
-        return tickets.read(walk.tickets, entry, self.cluster) if self.dynamic else walk.first + entry * walk.step
-
-    @cute.jit
-    def take(self, walk: Walk):
-        """The first CTA of a cluster asks for the next number, which `pass_on` then makes tile `entry`."""
-        taken = Int32(0)
+    def plan(self, plans: Plans, taken, walk: Walk):
+        """One warp: a plan of each tile, ahead of those who work on it."""
+        tiles = tiles_of_group(walk, self.cluster)
+        entry, group, ordinal = Int32(0), Int32(0), Int32(0)
+        index = self.number(plans, taken, walk, entry)
+        group = seek(walk, index // tiles, group)
+        ordinal = index // tiles
+        while group < walk.groups:
+            write(plans, entry, plan_of(walk, index - ordinal * tiles, group, ordinal, self.cluster))
+            entry += 1
+            index = self.number(plans, taken, walk, entry)
+            group = seek(walk, index // tiles - ordinal, group)
+            ordinal = index // tiles
+        nothing = Int32(0)
+        write(plans, entry, Plan(Int32(-1), nothing, nothing, nothing, nothing, nothing, nothing))
         if const_expr(self.dynamic):  # noqa: SIM102 (traced, then run)
             if walk.rank == 0:
-                taken = tickets.take(walk.tickets)
-        return taken
+                tickets.close(taken, index, tiles * filled_groups(walk), walk.step)
+                if const_expr(self.cluster > 1):
+                    tickets.drain(taken, entry)
 
     @cute.jit
-    def pass_on(self, walk: Walk, entry, taken):
-        number = taken
+    def number(self, plans: Plans, taken, walk: Walk, entry):
+        """The number of this cluster's tile `entry`; dynamic, asked for when the tile before is all but loaded."""
+        number = walk.first + entry * walk.step
         if const_expr(self.dynamic):
             if walk.rank == 0:
-                number = tickets.publish(walk.tickets, entry, taken, self.cluster)
+                if entry > 0:
+                    cute.arch.mbarrier_wait(plans.wanted, (entry - 1) & 1)
+                asked = tickets.take(taken)
+                if const_expr(self.cluster > 1):
+                    number = tickets.publish(taken, entry, asked, self.cluster)
+                else:
+                    number = cute.arch.shuffle_sync(asked, offset=0)
             else:
-                number = self.number(walk, entry)
-        else:
-            number = self.number(walk, entry)
+                number = tickets.read(taken, entry, self.cluster)
         return number
 
     @cute.jit
-    def produce(self, a_atom, a_tma, b_atom, b_tma, a, boxes, ring, walk: Walk):
+    def zero_empty(self, target: Target, walk: Walk, cta, ctas, worker):
+        """Two warps: zeros for the gradients of groups without rows, in pieces that the CTAs take in turn.
+
+        Beside products they are paced to last as long, or they would take the memory's bandwidth from them: of R rows
+        and E empty groups, N K cancels out, and a piece of 4096 bytes may take 2 R / (E bytes of an element) cycles.
+        """
+        lane = cute.arch.lane_idx()
+        empty = walk.groups - filled_groups(walk)
+        if empty > 0:
+            zeros = cute.make_rmem_tensor((self.vector,), self.out)
+            zeros.fill(0.0)
+            pace = 2 * walk.offsets[walk.groups] // (empty * self.out_bytes)
+            size = Int64(walk.rows) * walk.cols * self.out_bytes
+            pieces = Int32((size + ZERO_BYTES - 1) // ZERO_BYTES)
+            piece, base, due = Int32(cta), Int32(0), cute.arch.clock64()
+            while base < walk.groups:
+                mine = base + lane
+                left = cute.arch.vote_ballot_sync(mine < walk.groups and not has_rows(walk, mine))
+                while left != 0:
+                    start = self.start(target, walk, base + cute.arch.popc((left & -left) - 1))
+                    left = left & (left - 1)
+                    while piece < pieces:
+                        for i in range_constexpr(ZERO_BYTES // (64 * VECTOR_BYTES)):
+                            at = Int64(piece) * ZERO_BYTES + (i * 64 + worker) * VECTOR_BYTES
+                            if at < size:
+                                cute.autovec_copy(zeros, self.vector_at(start + at))
+                        piece += ctas
+                        due += pace
+                        while cute.arch.clock64() < due:
+                            rest()
+                    piece -= pieces
+                base += 32
+
+    @cute.jit
+    def produce(self, a_atom, a_tma, b_atom, b_tma, a, boxes, ring, plans: Plans, walk: Walk):
         """One warp: dy's tile, and of x's tile the share of this CTA, for every k block of every tile."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        alone = cute.make_layout(1)
-        tiles, entry = self.tiles(walk), Int32(0)
-        index = self.pass_on(walk, entry, self.take(walk))
-        while index < tiles:
-            tile = self.place(walk, index)
-            first = walk.offsets[tile.group]
-            count = walk.offsets[tile.group + 1] - first
-            a_all = cute.domain_offset((tile.row, 0), tokens_of(a_tma, first, count))
-            b_all = cute.domain_offset((tile.col, 0), tokens_of(b_tma, first, count))
+        alone, entry, lane = cute.make_layout(1), Int32(0), cute.arch.lane_idx()
+        group, row, col, blocks, first, count, lone = read(plans, entry, FIELDS)
+        while group >= 0:
+            a_all = cute.domain_offset((row, 0), tokens_of(a_tma, first, count))
+            b_all = cute.domain_offset((col, 0), tokens_of(b_tma, first, count))
             a_tile = cute.local_tile(a_all, (TILE_M, TILE_K), (0, None))
             b_tile = cute.local_tile(b_all, (BOX, self.box_k), (None, None))
             a_to, a_from = cpasync.tma_partition(
@@ -377,79 +347,87 @@ class GroupedWgradSm90:
             b_to, b_from = cpasync.tma_partition(
                 b_atom, 0, alone, cute.group_modes(boxes, 0, 2), cute.group_modes(b_tile, 0, 2)
             )
-            blocks, taken = self.blocks_of(walk, index), Int32(0)
-            if blocks == 0:
-                taken = self.take(walk)
             for k in cutlass.range(blocks, unroll=1):
                 if const_expr(self.dynamic):  # noqa: SIM102 (traced, then run)
-                    if k == cutlass.max(blocks - tickets.AHEAD, 0):
-                        taken = self.take(walk)
+                    if k == cutlass.max(blocks - tickets.AHEAD, 0) and lane == 0:
+                        cute.arch.mbarrier_arrive(plans.wanted)
                 ring.producer_acquire(state)
                 full = ring.producer_get_barrier(state)
                 cute.copy(a_atom, a_from[None, k], a_to[None, state.index], tma_bar_ptr=full)
-                for box in range_constexpr(self.boxes):
-                    source = b_from[None, box, k * self.cluster + walk.rank]
-                    target = b_to[None, (state.index * self.boxes + box) * self.cluster + walk.rank]
-                    if const_expr(self.cluster > 1):
-                        cute.copy(b_atom, source, target, tma_bar_ptr=full, mcast_mask=Int16(2**self.cluster - 1))
-                    else:
-                        cute.copy(b_atom, source, target, tma_bar_ptr=full)
+                if const_expr(self.cluster > 1):
+                    readers = Int16(2**self.cluster - 1)
+                    if lone != 0:
+                        readers = Int16(1) << Int16(walk.rank)
+                    self.load_x(b_atom, b_from, b_to, k, state.index, walk.rank, full, mcast_mask=readers)
+                    if lone != 0:
+                        self.load_x(b_atom, b_from, b_to, k, state.index, 1 - walk.rank, full, mcast_mask=readers)
+                else:
+                    self.load_x(b_atom, b_from, b_to, k, state.index, 0, full)
                 state.advance()
             entry += 1
-            index = self.pass_on(walk, entry, taken)
-        if const_expr(self.dynamic):  # noqa: SIM102 (traced, then run)
-            if walk.rank == 0:
-                tickets.close(walk.tickets, index, tiles, walk.step)
-                tickets.drain(walk.tickets, entry)
+            group, row, col, blocks, first, count, lone = read(plans, entry, FIELDS)
         ring.producer_tail(state)
 
+    def load_x(self, atom, source, target, k, stage, part, full, **multicast):
+        """Part `part` of a k block's tokens of x, for all columns of a tile."""
+        for box in range(self.boxes):
+            to = (stage * self.boxes + box) * self.cluster + part
+            cute.copy(atom, source[None, box, k * self.cluster + part], target[None, to], tma_bar_ptr=full, **multicast)
+
     @cute.jit
-    def consume(self, a, b, ring, staged, target: Target, walk: Walk, turn, thread):
+    def consume(self, a, b, ring, plans: Plans, staged, target: Target, walk: Walk, turn, thread):
         """Warpgroup `turn` of two: every second tile of this CTA."""
         acc = cute.make_rmem_tensor((TILE_M * TILE_N // 128,), Float32)
-        products = [self.product(width, a, b, acc) for width in WIDTHS]
-        slots = cute.local_tile(staged, (64, self.staged_cols, self.slots), (0, 0, turn))
+        products = [self.product(*shape, a, b, acc) for shape in SHAPES]
+        slots = None
+        if const_expr(self.by_tma):
+            slots = cute.local_tile(staged, (64, self.staged_cols, self.slots), (0, 0, turn))
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        tiles, entry = self.tiles(walk), Int32(0)
+        entry = Int32(0)
+        group, row, col, blocks = read(plans, entry, 4)
         if turn == 1:
             cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=TURN_THREADS)
-        index = self.number(walk, entry)
-        while index < tiles:
-            blocks = self.blocks_of(walk, index)
-            if entry % 2 == turn:
-                tile = self.place(walk, index)
-                if const_expr(self.accumulate):  # noqa: SIM102 (traced, then run)
-                    if blocks > 0:
-                        self.fetch_first(slots, target, walk, tile, thread)
+        while group >= 0:
+            if entry & 1 == turn:
+                lines = None
+                if const_expr(self.interleaved):  # divisions, while the other warpgroup multiplies
+                    lines = [self.lines(target, walk, row, half, thread) for half in range(2)]
                 cute.arch.barrier(barrier_id=TURN + turn, number_of_threads=TURN_THREADS)
-                left, following = walk.cols - tile.col, TURN + 1 - turn
-                if left <= WIDTHS[2]:
+                following = TURN + 1 - turn
+                if walk.cols - col <= 64:
                     state = self.multiply(ring, state, products[2], blocks, following)
-                elif left <= WIDTHS[1]:
+                elif walk.cols - col <= 128:
                     state = self.multiply(ring, state, products[1], blocks, following)
+                elif walk.rows - row <= 64:
+                    state = self.multiply(ring, state, products[3], blocks, following)
                 else:
                     state = self.multiply(ring, state, products[0], blocks, following)
-                if blocks > 0:
-                    self.finish(acc, slots, target, walk, tile, thread)
+                if const_expr(self.by_tma):
+                    self.send_tile(acc, slots, lines, target, walk, group, row, col, thread)
+                else:
+                    self.store_tile(acc, lines, target, walk, group, row, col, thread)
             else:
                 state.advance(blocks)
             entry += 1
-            index = self.number(walk, entry)
+            group, row, col, blocks = read(plans, entry, 4)
+        if entry & 1 == turn:  # a turn that came and that nothing is left for
+            cute.arch.barrier(barrier_id=TURN + turn, number_of_threads=TURN_THREADS)
         if const_expr(self.by_tma):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def product(self, width: int, a, b, acc):
-        """What multiplies the first `width` columns of a tile: operation, fragments, its part of the sums."""
+    def product(self, rows: int, width: int, a, b, acc):
+        """What multiplies the first `rows` rows and `width` columns of a tile: operation, fragments, its part of the
+        sums."""
         mn = OperandMajorMode.MN
         mma = sm90.make_trivial_tiled_mma(self.element, self.element, mn, mn, Float32, (1, 1, 1), (64, width))
         mine = mma.get_slice(0)
-        part = cute.local_tile(b, (width, TILE_K, self.stages), (0, 0, 0))
-        halves = TILE_M // 64
-        shape, stride = ((2, 2, width // 8), halves, 1), ((1, 2, 4), cute.size(acc) // halves, 0)
+        a_part = cute.local_tile(a, (rows, TILE_K, self.stages), (0, 0, 0))
+        b_part = cute.local_tile(b, (width, TILE_K, self.stages), (0, 0, 0))
+        shape, stride = ((2, 2, width // 8), rows // 64, 1), ((1, 2, 4), cute.size(acc) // (TILE_M // 64), 0)
         return Product(
             mma.op,
-            mma.make_fragment_A(mine.partition_A(a)),
-            mma.make_fragment_B(mine.partition_B(part)),
+            mma.make_fragment_A(mine.partition_A(a_part)),
+            mma.make_fragment_B(mine.partition_B(b_part)),
             cute.make_tensor(acc.iterator, cute.make_layout(shape, stride=stride)),
         )
 
@@ -474,110 +452,29 @@ class GroupedWgradSm90:
             state.advance()
         cute.arch.barrier_arrive(barrier_id=following, number_of_threads=TURN_THREADS)
         warpgroup.wait_group(0)
-        if blocks > 0:
-            ring.consumer_release(last)
+        ring.consumer_release(last)
         return state
 
     @cute.jit
-    def finish(self, acc, slots, target: Target, walk: Walk, tile: Tile, thread):
-        """Round, stage and send a warpgroup's tile; every warp by itself, 16 rows of some columns at a time."""
-        values = 64 * self.staged_cols // 128
-        lag, wide = 1 if self.by_tma else 0, self.pieces // 2
-        lines = self.lines(target, walk, tile, 0, thread)
-        for piece in range_constexpr(self.pieces):
-            if const_expr(self.accumulate):
-                thread = anew(thread)
-            slot = slots[None, None, piece % self.slots]
-            part = cute.make_tensor(acc.iterator + piece * values, cute.make_layout(((2, 2, values // 4), 1, 1)))
-            row, col = self.corner(tile, piece, thread)
-            if const_expr(self.accumulate):
-                cute.arch.cp_async_wait_group(self.slots - 1 - lag)
-            elif const_expr(self.by_tma):
-                cute.arch.cp_async_bulk_wait_group(self.slots - 1, read=True)
-            cute.arch.sync_warp()
-            if row < walk.rows and col < walk.cols:
-                if const_expr(self.accumulate):
-                    self.add_staged(part, slot, thread)
-                else:
-                    self.stage(part, slot, thread)
-                if const_expr(self.by_tma):
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.sync_warp()
-                if const_expr(self.by_tma):
-                    self.send(slot, target, walk, tile.group, row, col, thread)
-                else:
-                    self.store_rows(slot, lines, target, walk, tile.group, row, col, thread)
-            if const_expr(self.by_tma):
-                cute.arch.cp_async_bulk_commit_group()
-            if const_expr(self.accumulate):
-                again = const_expr(piece - lag + self.slots)
-                if const_expr(piece >= lag):
-                    if const_expr(again < self.pieces):
-                        if const_expr(self.by_tma):
-                            cute.arch.cp_async_bulk_wait_group(lag, read=True)
-                            cute.arch.sync_warp()
-                        if const_expr(again == wide):
-                            following = self.lines(target, walk, tile, 1, thread)
-                        self.fetch(slots, following if again >= wide else lines, target, walk, tile, again, thread)
-                    cute.arch.cp_async_commit_group()
-            if const_expr(piece == wide - 1):
-                lines = following if const_expr(self.accumulate) else self.lines(target, walk, tile, 1, thread)
-
-    @cute.jit
-    def corner(self, tile: Tile, piece: cutlass.Constexpr, thread):
-        """First row and column of a warp's share of a piece."""
-        wide = self.pieces // 2
-        row = tile.row + piece // wide * 64 + cute.arch.make_warp_uniform(thread // 32) * 16
-        return row, tile.col + piece % wide * self.staged_cols
-
-    @cute.jit
-    def fetch_first(self, slots, target: Target, walk: Walk, tile: Tile, thread):
-        if const_expr(self.by_tma):
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
-        lines = self.lines(target, walk, tile, 0, thread)
-        for piece in range_constexpr(self.slots):
-            thread = anew(thread)
-            self.fetch(slots, lines, target, walk, tile, piece, thread)
-            cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def fetch(self, slots, lines, target: Target, walk: Walk, tile: Tile, piece: cutlass.Constexpr, thread):
-        """Start to copy what the buffer holds at a piece into its slot; every lane what it will store."""
-        copy = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), self.out, num_bits_per_copy=128)
-        slot = slots[None, None, piece % self.slots]
-        row, col = self.corner(tile, piece, thread)
-        mine = col + thread % LANES * self.vector
-        for step in range_constexpr(STEPS):
-            place = step * (32 // LANES) + thread % 32 // LANES
-            if row + place < walk.rows and mine < walk.cols:
-                source = self.vector_at(target, walk, tile.group, lines[step], mine)
-                cute.copy(copy, source, self.staged_vector(slot, place, thread))
-
-    @cute.jit
-    def staged_vector(self, slot, place, thread):
-        """The 16 staged bytes that a lane fetches and stores in row `place` of its warp's 16."""
-        row = thread // 32 * 16 + place
-        return cute.local_tile(slot[row, None], (self.vector,), (thread % LANES,))
-
-    @cute.jit
-    def vector_at(self, target: Target, walk: Walk, group, line, col):
-        """16 bytes of row `line` of the group's gradient."""
+    def start(self, target: Target, walk: Walk, group):
+        """Address of the group's gradient."""
         if const_expr(self.separate):
-            base = target.out[1][group]
+            address = target.out[1][group]
         else:
-            base = target.out[0].iterator.toint() + Int64(group) * (Int64(walk.rows) * walk.cols * self.out_bytes)
-        address = base + (Int64(line) * walk.cols + col) * self.out_bytes
+            address = target.out[0].iterator.toint() + Int64(group) * (Int64(walk.rows) * walk.cols * self.out_bytes)
+        return address
+
+    def vector_at(self, address):
+        """16 bytes of a gradient."""
         pointer = cute.make_ptr(self.out, address, cute.AddressSpace.gmem, assumed_align=VECTOR_BYTES)
         return cute.make_tensor(pointer, cute.make_layout((self.vector,)))
 
-    def lines(self, target: Target, walk: Walk, tile: Tile, half: int, thread):
-        """Where in the weight the rows lie that a lane stores: of the upper or the lower 64 of a tile."""
-        if const_expr(self.by_tma and not self.accumulate):
-            return []  # TMA alone touches the rows
-        thread = anew(thread)
-        first = tile.row + half * 64 + thread // 32 * 16 + thread % 32 // LANES
-        return [self.line(first + step * (32 // LANES), target, walk) for step in range(STEPS)]
+    def lines(self, target: Target, walk: Walk, row, half: int, thread):
+        """Where in the weight rows of the upper or the lower 64 of a tile lie: the first of the 16 that a warp sends,
+        or the two that hold sums of this lane."""
+        mine, apart = (0, (0,)) if const_expr(self.by_tma) else ((thread & 31) >> 2, (0, 8))
+        first = row + half * 64 + cute.arch.make_warp_uniform(thread >> 5) * 16 + mine
+        return [self.line(first + more, target, walk) for more in apart]
 
     @cute.jit
     def line(self, row, target: Target, walk: Walk):
@@ -588,16 +485,91 @@ class GroupedWgradSm90:
             row = (in_half // target.block) * (2 * target.block) + up * target.block + in_half % target.block
         return row
 
+    def store_tile(self, acc, lines, target: Target, walk: Walk, group, row, col, thread):
+        """Round a warpgroup's tile and store it, 16 bytes a lane, as `vector_of` forms them; in batches that grow as
+        sums are done with and leave registers for addresses."""
+        ahead = 1
+        for half in range(2):
+            thread = anew(thread)
+            at = lines[half] if const_expr(self.interleaved) else self.lines(target, walk, row, half, thread)
+            mine = col + self.column_of_lane(thread)
+            first = row + half * 64 + (thread >> 5) * 16 + ((thread & 31) >> 2)
+            start = self.start(target, walk, group) + Int64(mine) * self.out_bytes
+            rows = [start + line * (Int64(walk.cols) * self.out_bytes) for line in at]
+            inside = [first < walk.rows, first + 8 < walk.rows]
+            places = [(i, chunk) for chunk in range(TILE_N // self.span) for i in range(2)]
+            while places:
+                batch, places = places[:ahead], places[ahead:]
+                ahead = min(ahead + 1, 8)
+                there = [self.vector_at(rows[i] + chunk * self.span * self.out_bytes) for i, chunk in batch]
+                valid = [inside[i] & (mine + chunk * self.span < walk.cols) for i, chunk in batch]
+                for (i, chunk), v, t in zip(batch, valid, there, strict=True):
+                    self.write_if(v, self.vector_of(acc, 2 * half + i, chunk, thread), t)
+
     @cute.jit
-    def send(self, slot, target: Target, walk: Walk, group, row, col, thread):
-        """This warp's 16 staged rows leave by TMA."""
+    def write_if(self, inside, values, there):
+        if inside:
+            cute.autovec_copy(values, there)
+
+    @cute.jit
+    def column_of_lane(self, thread):
+        """First of a lane's columns in a span, after `vector_of`."""
+        if const_expr(self.out.width == 16):
+            column = (thread & 3) * 8
+        else:
+            column = (thread & 1) * 8 + (thread & 2) * 2
+        return column
+
+    @cute.jit
+    def vector_of(self, acc, place: cutlass.Constexpr, chunk: cutlass.Constexpr, thread):
+        """16 bytes of one row, rounded. Four lanes hold the sums of a row, two neighbours of every 8 columns each; they
+        exchange them until each has neighbours only. place: rows r, r + 8, r + 64, r + 72 of the tile."""
+        octets, values = self.span // 8, cute.make_rmem_tensor((self.vector,), self.out)
+        sums = acc.iterator + place // 2 * (cute.size(acc) // 2) + chunk * octets * 4 + place % 2 * 2
+        pairs = cute.make_tensor(sums, cute.make_layout((2, octets), stride=(1, 4)))
+        cute.make_tensor(values.iterator, cute.make_layout((2, octets))).store(pairs.load().to(self.out))
+        words = cute.recast_tensor(values, Int32)
+        odd, high = Boolean((thread & 1) != 0), Boolean((thread & 2) != 0)
+        if const_expr(self.out.width == 16):
+            for low in (0, 2):
+                exchange(words, low, low + 1, odd, 1)
+            for low in (0, 1):
+                exchange(words, low, low + 2, high, 2)
+        else:
+            for word in (0, 1):
+                exchange(words, word, word + 2, odd, 1)
+        return values
+
+    @cute.jit
+    def send_tile(self, acc, slots, lines, target: Target, walk: Walk, group, row, col, thread):
+        """Round, stage and send a warpgroup's tile; every warp by itself, 16 rows of some columns at a time."""
+        values, wide = 64 * self.staged_cols // 128, self.pieces // 2
+        first = row + cute.arch.make_warp_uniform(thread // 32) * 16
+        for piece in range_constexpr(self.pieces):
+            slot = slots[None, None, piece % self.slots]
+            part = cute.make_tensor(acc.iterator + piece * values, cute.make_layout(((2, 2, values // 4), 1, 1)))
+            at = col + piece % wide * self.staged_cols
+            cute.arch.cp_async_bulk_wait_group(self.slots - 1, read=True)
+            cute.arch.sync_warp()
+            if first + piece // wide * 64 < walk.rows and at < walk.cols:
+                self.stage(part, slot, thread)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()
+                half = const_expr(piece // wide)
+                line = lines[half][0] if const_expr(self.interleaved) else first + half * 64
+                self.send(slot, line, target, group, at, thread)
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def send(self, slot, line, target: Target, group, col, thread):
+        """This warp's 16 staged rows leave by TMA, to `line` and the 15 after it."""
         box = (16, self.staged_cols)
         if const_expr(self.separate):
-            units = (target.out[1][group] - target.out[0].iterator.toint()) // VECTOR_BYTES
-            whole = target.tensor[None, None, Int32(units % UNITS), Int32(units // UNITS)]
+            distance = (target.out[1][group] - target.out[0].iterator.toint()) // VECTOR_BYTES
+            whole = target.tensor[None, None, Int32(distance % UNITS), Int32(distance // UNITS)]
         else:
             whole = target.tensor[None, None, group]
-        there = cute.local_tile(cute.domain_offset((self.line(row, target, walk), col), whole), box, (0, 0))
+        there = cute.local_tile(cute.domain_offset((line, col), whole), box, (0, 0))
         source = cute.local_tile(slot, box, (cute.arch.make_warp_uniform(thread // 32), 0))
         source, there = cpasync.tma_partition(
             target.atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(there, 0, 2)
@@ -605,51 +577,24 @@ class GroupedWgradSm90:
         cute.copy(target.atom, source, there)
 
     @cute.jit
-    def store_rows(self, slot, lines, target: Target, walk: Walk, group, row, col, thread):
-        """This warp's 16 staged rows leave in whole rows, 16 bytes a lane."""
-        mine = col + thread % LANES * self.vector
-        for step in range_constexpr(STEPS):
-            place = step * (32 // LANES) + thread % 32 // LANES
-            if row + place < walk.rows and mine < walk.cols:
-                values = cute.make_rmem_tensor((self.vector,), self.out)
-                cute.autovec_copy(self.staged_vector(slot, place, thread), values)
-                cute.autovec_copy(values, self.vector_at(target, walk, group, lines[step], mine))
-
-    @cute.jit
     def stage(self, part, slot, thread):
         """A 64-row piece of the accumulator -> staged rows. Each warp writes its own 16 rows only."""
-        if const_expr(self.out.width == 16):
-            rounded = cute.make_rmem_tensor(part.shape, self.out)
-            rounded.store(part.load().to(self.out))
-            k_major = OperandMajorMode.K
-            shape = sm90.make_trivial_tiled_mma(
-                self.element, self.element, k_major, k_major, Float32, (1, 1, 1), (64, self.staged_cols)
-            )
-            atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out)
-            copy = cute.make_tiled_copy_C(atom, shape)
-            cute.copy(copy, copy.retile(rounded), copy.get_slice(thread).partition_D(slot))
-        else:
-            for pair in range_constexpr(self.staged_cols // 4):
-                values = cute.make_tensor(part.iterator + 2 * pair, cute.make_layout((2,)))
-                cute.autovec_copy(values, self.staged_pair(slot, pair, thread))
+        rounded = cute.make_rmem_tensor(part.shape, self.out)
+        rounded.store(part.load().to(self.out))
+        k_major = OperandMajorMode.K
+        shape = sm90.make_trivial_tiled_mma(
+            self.element, self.element, k_major, k_major, Float32, (1, 1, 1), (64, self.staged_cols)
+        )
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out)
+        copy = cute.make_tiled_copy_C(atom, shape)
+        cute.copy(copy, copy.retile(rounded), copy.get_slice(thread).partition_D(slot))
 
-    @cute.jit
-    def add_staged(self, part, slot, thread):
-        """Staged rows += a 64-row piece of the accumulator, rounded first. Each warp its own 16 rows only."""
-        for pair in range_constexpr(self.staged_cols // 4):
-            there = self.staged_pair(slot, pair, thread)
-            values = cute.make_rmem_tensor((2,), self.out)
-            cute.autovec_copy(there, values)
-            mine = cute.make_tensor(part.iterator + 2 * pair, cute.make_layout((2,)))
-            total = values.load().to(Float32) + mine.load().to(self.out).to(Float32)
-            values.store(total.to(self.out))
-            cute.autovec_copy(values, there)
 
-    @cute.jit
-    def staged_pair(self, slot, pair: cutlass.Constexpr, thread):
-        """Where elements 2 pair, 2 pair + 1 of a thread's share of a piece are staged."""
-        row = thread // 32 * 16 + thread % 32 // 4 + 8 * (pair % 2)
-        return cute.local_tile(slot[row, None], (2,), (4 * (pair // 2) + thread % 4,))
+def exchange(words, low: int, up: int, is_upper, distance: int):
+    """Between lanes `distance` apart: the lower keeps word `low` and gets the upper's, the upper keeps word `up`."""
+    give = Int32(select_(is_upper, words[low], words[up]))
+    got = cute.arch.shuffle_sync_bfly(give, offset=distance)
+    words[low], words[up] = Int32(select_(is_upper, got, words[low])), Int32(select_(is_upper, words[up], got))
 
 
 def build(options):

@@ -70,7 +70,8 @@ def assert_clean(said: str) -> None:
 
 @pytest.mark.parametrize("options", WGRAD, ids=str)
 def test_grouped_wgrad(options, capfd):
-    said, _ = compile_and_read(grouped_wgrad.MODULE, options, capfd)
+    module = grouped_wgrad.MODULE_ADD if options.accumulate else grouped_wgrad.MODULE
+    said, _ = compile_and_read(module, options, capfd)
     assert_clean(said)
 
 

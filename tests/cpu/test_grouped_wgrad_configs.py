@@ -30,9 +30,30 @@ def test_slots_are_used_in_turn():
 
 
 @pytest.mark.parametrize("rows, cluster", [(128, 1), (256, 2), (2880, 1), (4096, 2), (5760, 1), (1536, 2), (130, 2)])
-def test_pairs_only_where_row_tiles_pair(rows, cluster):
-    assert choose(rows, 2, False, 0).config.cluster == cluster
+def test_adding_pairs_only_where_row_tiles_pair(rows, cluster):
+    assert choose(rows, 4, True, 0).config.cluster == cluster
     assert (-(-rows // TILE_ROWS) % 2 == 0) == (cluster == 2)
+
+
+@pytest.mark.parametrize("rows, cluster", [(8, 1), (128, 1), (136, 2), (256, 2), (2880, 2), (5760, 2)])
+def test_writing_pairs_where_there_are_two_row_tiles(rows, cluster):
+    assert choose(rows, 2, False, 0).config.cluster == cluster
+
+
+def test_tiles_of_a_group_cover_it_once():
+    """Of a last odd row tile two columns go together; an odd last column has the pair's second CTA idle."""
+    pair = choose(5760, 2, False, 0).config
+    assert pair.tiles(5760, 2880) == 22 * 15 + 8
+    assert pair.tiles(5632, 2880) == 22 * 15
+    assert pair.tiles(2880, 2880) == 11 * 15 + 8
+    assert choose(128, 2, False, 0).config.tiles(128, 2880) == 15
+
+
+def test_results_leave_from_registers_where_that_is_faster_or_all_that_can_be():
+    assert choose(576, 2, False, 0).config.by_tma
+    assert not choose(576, 2, False, 0, few=True).config.by_tma
+    assert not choose(576, 4, False, 0).config.by_tma
+    assert choose(576, 4, True, 0).config.by_tma
 
 
 @pytest.mark.parametrize(

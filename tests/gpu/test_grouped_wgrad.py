@@ -237,6 +237,48 @@ def test_same_bits_in_200_runs_and_with_fewer_sms(splits, rows, columns):
     assert int(different) == 0
 
 
+@pytest.mark.parametrize("splits, rows, columns", (*REPEATED, (RAGGED, 128, 832)), ids=str)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_tiles_taken_through_a_counter_have_the_same_bits(splits, rows, columns, accumulate):
+    dy, x, offsets = problem(splits, rows, columns)
+    start = torch.randn(splits.groups, rows, columns, device="cuda")
+    want, counter = start.clone(), torch.zeros(1, dtype=torch.int32, device="cuda")
+    grouped_wgrad_([want], dy, x, offsets, accumulate=accumulate)
+    for margin in range(20):
+        got = start.clone()
+        grouped_wgrad_([got], dy, x, offsets, accumulate=accumulate, sm_margin=margin, counter=counter)
+        assert_bitwise_equal(got, want)
+        assert int(counter) == 0
+
+
+SPARSE = (  # group sizes, all but a few empty
+    tuple(300 if g == 40 else 0 for g in range(100)),
+    tuple(1 if g in (0, 31, 32, 99) else 0 for g in range(100)),
+    (0,) * 70,
+)
+
+
+@pytest.mark.parametrize("sizes", SPARSE, ids=("one", "ends", "none"))
+@pytest.mark.parametrize("kind", ["stacked", "separate"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_mostly_empty_groups(sizes, kind, dtype):
+    splits, shape = Splits("sparse", sizes, sum(sizes) + 3), (392, 200)
+    dy, x, offsets = problem(splits, *shape)
+    out = buffers(kind, splits, shape, dtype)
+    for t in out:
+        t.fill_(NAN)
+    grouped_wgrad_(out, dy, x, offsets)
+    wide, _ = expected(dy, x, splits)
+    for g, got in enumerate(groups_of(out)):
+        assert_as_accurate(got, wide[g].to(dtype), wide[g], f"group {g}")
+    for t in out:
+        t.fill_(7.0)
+    grouped_wgrad_(out, dy, x, offsets, accumulate=True)
+    for g, got in enumerate(groups_of(out)):
+        if sizes[g] == 0:
+            assert_bitwise_equal(got, torch.full_like(got, 7.0), f"empty group {g} is left alone")
+
+
 @pytest.mark.parametrize("kind", ["stacked", "separate"])
 def test_graph_replays_with_other_splits(kind):
     shape = (72, 200)
