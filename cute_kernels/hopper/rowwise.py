@@ -27,10 +27,9 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class GroupOffsetsOptions:
-    """index: dtype of the split sizes, by name, as all dtypes here. padded: the padded offsets are wanted too."""
+    """index: dtype of the split sizes, by name, as all dtypes here."""
 
     index: str
-    padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,17 +60,6 @@ class RowDotsOptions:
 
 def group_offsets(split_sizes: Tensor, rows: int) -> Tensor:
     """`reference.group_offsets`: int32 [G+1]. split_sizes may be a strided view."""
-    return _offsets(split_sizes, rows, False)[0]
-
-
-def padded_group_offsets(split_sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """`fp8_reference.padded_group_offsets`: two int32 [G+1] from one launch."""
-    offsets, padded = _offsets(split_sizes, rows, True)
-    assert padded is not None
-    return offsets, padded
-
-
-def _offsets(split_sizes: Tensor, rows: int, padded: bool) -> tuple[Tensor, Tensor | None]:
     name = SM90_GROUP_OFFSETS.name
     if split_sizes.dim() != 1 or split_sizes.dtype not in INDEX_DTYPES:
         found = f"{dtype_name(split_sizes.dtype)} {list(split_sizes.shape)}"
@@ -82,15 +70,14 @@ def _offsets(split_sizes: Tensor, rows: int, padded: bool) -> tuple[Tensor, Tens
         raise ValueError(f"{name}: T is {rows}, needs less than {MOST_ROWS}")
     multiprocessors(SM90_GROUP_OFFSETS, split_sizes.device)
     offsets = torch.empty(split_sizes.shape[0] + 1, dtype=torch.int32, device=split_sizes.device)
-    blocks = torch.empty_like(offsets) if padded else None
-    kernel = launch.kernel(MODULE, _offsets_options(split_sizes.dtype, padded), ARCH)
-    kernel(split_sizes, offsets, blocks, rows, launch.current_stream(split_sizes.device))
-    return offsets, blocks
+    kernel = launch.kernel(MODULE, _offsets_options(split_sizes.dtype), ARCH)
+    kernel(split_sizes, offsets, rows, launch.current_stream(split_sizes.device))
+    return offsets
 
 
 @functools.cache
-def _offsets_options(index: torch.dtype, padded: bool) -> GroupOffsetsOptions:
-    return GroupOffsetsOptions(dtype_name(index), padded)
+def _offsets_options(index: torch.dtype) -> GroupOffsetsOptions:
+    return GroupOffsetsOptions(dtype_name(index))
 
 
 def dact(

@@ -45,7 +45,6 @@ WGRAD = (
 ROWWISE = (
     GroupOffsetsOptions("int32"),
     GroupOffsetsOptions("int64"),
-    GroupOffsetsOptions("int32", padded=True),
     *(DactOptions("bfloat16", Activation(kind), "float32", True) for kind in KINDS),
     DactOptions("float16", Activation("clamped_swiglu", 7.0, 1.702, 1.0), None, False),
     ColumnSumsOptions("bfloat16", None, False),
