@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cute_kernels import reference
+from cute_kernels.activation import Activation
 from cute_kernels.quantization.formats import fp8_block
 from cute_kernels.quantization.groups import padded_offsets, quantize_groups
 from cute_kernels.quantization.quantize import quantize
@@ -118,6 +119,119 @@ def fp8_quantize_weight(weights: Sequence[Tensor], columnwise: bool = True, powe
 def dequantized_t(data_t: Tensor, scale_t: Tensor) -> Tensor:
     """FP32 [K, P]: the values of a transposed copy."""
     return data_t.float() * scale_t[:, : data_t.shape[0]].t().repeat_interleave(BLOCK, 1)
+
+
+def dequantized(data: Tensor, scale: Tensor, halves: int = 1) -> Tensor:
+    """FP32 [T, K]: the values of a rows copy whose blocks are cut in each of `halves` halves of the columns."""
+    rows, width = data.shape[0], data.shape[1] // halves
+    factors = scale[:, :rows].unflatten(0, (halves, -1)).repeat_interleave(BLOCK, 1)[:, :width]
+    return data.float() * factors.flatten(0, 1).t()
+
+
+def dequantized_weights(data: Tensor, scale: Tensor) -> Tensor:
+    """FP32 [G, N, K]: the values of either copy."""
+    rows, columns = data.shape[1:]
+    factors = scale.repeat_interleave(BLOCK, 1)[:, :rows].repeat_interleave(BLOCK, 2)[..., :columns]
+    return data.float() * factors
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Products
+
+
+def fp8_grouped_gemm(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    halves: int = 1,
+) -> Tensor:
+    """y = x̂ Ŵ_gᵀ (+ s·b_g) for the rows of group g; [T, N] bf16, zero in the tail. Reads the offsets on the host.
+
+    x [T, K] is a rows copy, w [G, N, K] either copy of the weights (the transposed one for a gradient). Every block of
+    128 contracted values is summed by itself, scaled and added in FP32; the total is rounded once, after the bias. The
+    rest as in `reference.grouped_gemm`. halves: 2 if x's blocks are cut in each half of its columns, as
+    `fp8_grouped_gemm_dact` cuts those of a gate and an up half; the blocks of w never are.
+    """
+    return _product(x, x_scale, w, w_scale, offsets, bias, bias_scale, halves).bfloat16()
+
+
+def _product(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    halves: int = 1,
+) -> Tensor:
+    """`fp8_grouped_gemm` before it is rounded."""
+    wide = None if bias is None else bias.float()
+    left, right = dequantized(x, x_scale, halves), dequantized_weights(w, w_scale)
+    return reference.grouped_gemm(left, [right], offsets, wide, bias_scale)
+
+
+def fp8_grouped_gemm_act(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    offsets: Tensor,
+    padded: Tensor,
+    activation: Activation,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    save_preact: bool = True,
+    power_of_two: bool = True,
+) -> tuple[Fp8Copies, Tensor | None]:
+    """preact = round(x̂ Ŵ_gᵀ + b_g) in bf16, act = f(preact)·p in FP32, quantised once: (copies of act, preact or None).
+
+    probs are rounded to bf16 first. Weights and bias lie as `[gate | linear]`. Operands as in `fp8_grouped_gemm`.
+    """
+    preact = fp8_grouped_gemm(x, x_scale, w, w_scale, offsets, bias)
+    act = reference.activation_forward(preact.float(), activation, None if probs is None else probs.bfloat16())
+    copies = fp8_quantize(act, offsets, padded, rowwise, columnwise, power_of_two=power_of_two)
+    return copies, preact if save_preact else None
+
+
+def fp8_grouped_gemm_dact(
+    dy: Tensor,
+    dy_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    offsets: Tensor,
+    padded: Tensor,
+    preact: Tensor,
+    activation: Activation,
+    probs: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    need_dprobs: bool = False,
+    need_dbias: bool = False,
+    power_of_two: bool = True,
+) -> tuple[Fp8Copies, Tensor | None]:
+    """dA = dŷ Ŵ_g in FP32, its activation's gradients against the saved bf16 pre-activation, quantised once from FP32.
+
+    w [G, I, H] is the transposed copy of the second linear's weights. Returns (copies of dpreact, with its column sums
+    FP32 [G, N] if need_dbias; dprobs FP32 [T] or None, zero in the tail). The rows copy's blocks are cut in the gate
+    half and in the linear half, each by itself: where I is no multiple of 128 a block would have values of both.
+    """
+    grad = _product(dy, dy_scale, w, w_scale, offsets)
+    p = None if probs is None else probs.bfloat16()
+    dpreact, dprobs = reference.dact(grad, preact.float(), offsets, p, activation, need_dprobs)
+    copies = fp8_quantize(dpreact, offsets, padded, False, columnwise, need_dbias, power_of_two)
+    if rowwise:
+        format = fp8_block(force_pow_2_scales=power_of_two)
+        parts = [quantize_groups(half, offsets, format) for half in dpreact.chunk(activation.halves, 1)]
+        data = torch.cat([part.data.view(torch.uint8) for part in parts], 1).view(parts[0].data.dtype)
+        copies = copies._replace(data=data, scale=torch.cat([_filled_up(part.scale.t()) for part in parts]))
+    return copies, dprobs
 
 
 # ----------------------------------------------------------------------------------------------------------------------

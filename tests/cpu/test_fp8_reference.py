@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cute_kernels import fp8_reference as fp8
+from cute_kernels.activation import Activation
 from cute_kernels.quantization.groups import padded_rows
 from tests.cases import OFF_TILE, SPLITS, TAIL, Splits
 from tests.compare import assert_bitwise_equal
@@ -98,3 +99,58 @@ def test_groups_do_not_mix():
         rows, tokens = OFF_TILE.slices()[g], slice(int(padded[g]), int(padded[g + 1]))
         assert_bitwise_equal(after.data[rows], before.data[rows])
         assert_bitwise_equal(after.data_t[:, tokens], before.data_t[:, tokens])
+
+
+def rows_of(x, splits):
+    return fp8.fp8_quantize(x, *offsets_of(splits), columnwise=False)[:2]
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+def test_products_of_exact_sums(splits):
+    x, w = small_integers(splits.rows, 144), small_integers(splits.groups * 160, 144).view(-1, 160, 144)
+    x[splits.used :] = NAN
+    bias, (offsets, _) = small_integers(splits.groups, 160), offsets_of(splits)
+    want = fp8.reference.grouped_gemm(x, [w], offsets, bias)
+    assert_bitwise_equal(
+        fp8.fp8_grouped_gemm(*rows_of(x, splits), *fp8.fp8_quantize_weight([w])[:2], offsets, bias), want
+    )
+
+
+def test_product_of_the_transposed_copy_and_of_halves():
+    dy, w = small_integers(TAIL.rows, 384), small_integers(2 * 384, 48).view(2, 384, 48)
+    splits, offsets = Splits("two", (20, 9), TAIL.rows), torch.tensor([0, 20, 29], dtype=torch.int32)
+    w_t = fp8.fp8_quantize_weight([w])[2:]
+    want = fp8.reference.grouped_gemm_dgrad(dy, [w], offsets)
+    assert_bitwise_equal(fp8.fp8_grouped_gemm(*rows_of(dy, splits), *w_t, offsets), want)
+    halves = [rows_of(half.contiguous(), splits) for half in dy.chunk(2, 1)]
+    data = torch.cat([half[0].view(torch.uint8) for half in halves], 1).view(torch.float8_e4m3fn)
+    scale = torch.cat([half[1] for half in halves])
+    assert scale.shape == (4, 40)  # each half of 192 columns has two blocks
+    assert_bitwise_equal(fp8.fp8_grouped_gemm(data, scale, *w_t, offsets, halves=2), want)
+
+
+@pytest.mark.parametrize("activation", [Activation("srelu"), Activation("swiglu")], ids=lambda a: a.kind)
+def test_activation_and_gradient_are_quantised_from_fp32(activation):
+    splits, halves = OFF_TILE, activation.halves
+    x, w1 = small_integers(splits.rows, 48), torch.randn(splits.groups, halves * 192, 48).bfloat16()
+    w2, dy = torch.randn(splits.groups, 48, 192).bfloat16(), small_integers(splits.rows, 48)
+    offsets, padded = offsets_of(splits)
+    weights, probs = fp8.fp8_quantize_weight([w1])[:2], torch.rand(splits.rows)
+    act, preact = fp8.fp8_grouped_gemm_act(*rows_of(x, splits), *weights, offsets, padded, activation, None, probs)
+    assert_bitwise_equal(preact, fp8.fp8_grouped_gemm(*rows_of(x, splits), *weights, offsets))
+    p = probs.bfloat16()
+    value = fp8.reference.activation_forward(preact.float(), activation, p)
+    for mine, want in zip(act[:4], fp8.fp8_quantize(value, offsets, padded), strict=False):
+        assert_bitwise_equal(mine, want)
+    w2_t = fp8.fp8_quantize_weight([w2])[2:]
+    copies, dprobs = fp8.fp8_grouped_gemm_dact(
+        *rows_of(dy, splits), *w2_t, offsets, padded, preact, activation, probs, need_dprobs=True, need_dbias=True
+    )
+    exact = fp8.reference.grouped_gemm(fp8.dequantized(*rows_of(dy, splits)), [fp8.dequantized_weights(*w2_t)], offsets)
+    dpreact, want = fp8.reference.dact(exact, preact.float(), offsets, p, activation, True)
+    assert_bitwise_equal(dprobs, want)
+    assert copies.scale.shape[0] == 2 * halves and copies.data.shape == dpreact.shape
+    error = fp8.dequantized(copies.data, copies.scale, halves) - dpreact
+    assert error.norm() <= 0.04 * dpreact.norm()
+    assert_bitwise_equal(copies.data_t, fp8.fp8_quantize(dpreact, offsets, padded, False).data_t)
+    torch.testing.assert_close(copies.sums, fp8.reference.grouped_dbias(dpreact, offsets))
