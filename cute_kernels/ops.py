@@ -6,6 +6,11 @@ raises ValueError that names the limit, before anything is launched.
 
 `entry_points` gives eager callers the same functions without the operators' dispatch, where nothing would see it.
 
+`sm_margin` and `counter` say how a kernel shares the device, not what it computes, and the reference ignores them.
+sm_margin: SMs to leave free. counter: int32 [1] of zero, from `group_offsets_and_counters`, through which CTAs take
+tiles as they go (dynamic scheduling); zero again afterwards, so that other launches may use it that do not overlap.
+Without one tiles are dealt out beforehand (static).
+
 Optional results (`preact`, `act`, `dprobs`) that were not asked for come back as None; inside the operators they
 are empty tensors, since operator schemas have no optional results.
 """
@@ -30,9 +35,10 @@ from cute_kernels.registry import Pick, empty_as_none, hopper, hopper_host, none
 
 
 def _gemm_act(pick: Pick) -> Callable:
-    def run(x, weights, offsets, activation, bias, probs, glu_interleave, save_preact, zero_tail):
+    def run(x, weights, offsets, activation, bias, probs, glu_interleave, save_preact, zero_tail, later=None, **how):
+        activation = Activation.decode(activation)
         results = pick("grouped_gemm_act")(
-            x, weights, offsets, Activation.decode(activation), bias, probs, glu_interleave, save_preact, zero_tail
+            x, weights, offsets, activation, bias, probs, glu_interleave, save_preact, zero_tail, later, **how
         )
         return none_as_empty(results, x)
 
@@ -40,9 +46,10 @@ def _gemm_act(pick: Pick) -> Callable:
 
 
 def _gemm_dact(pick: Pick) -> Callable:
-    def run(dy, weights, offsets, preact, activation, probs, need_act, need_dprobs, zero_tail):
+    def run(dy, weights, offsets, preact, activation, probs, need_act, need_dprobs, zero_tail, **sharing):
+        activation = Activation.decode(activation)
         results = pick("grouped_gemm_dact")(
-            dy, weights, offsets, preact, Activation.decode(activation), probs, need_act, need_dprobs, zero_tail
+            dy, weights, offsets, preact, activation, probs, need_act, need_dprobs, zero_tail, **sharing
         )
         return none_as_empty(results, dy)
 
@@ -50,16 +57,17 @@ def _gemm_dact(pick: Pick) -> Callable:
 
 
 def _dact(pick: Pick) -> Callable:
-    def run(dact, preact, offsets, probs, activation, need_dprobs):
-        return none_as_empty(
-            pick("dact")(dact, preact, offsets, probs, Activation.decode(activation), need_dprobs), dact
-        )
+    def run(dact, preact, offsets, probs, activation, need_dprobs, **sharing):
+        activation = Activation.decode(activation)
+        return none_as_empty(pick("dact")(dact, preact, offsets, probs, activation, need_dprobs, **sharing), dact)
 
     return run
 
 
 def _reference(name: str) -> Callable:
-    return getattr(reference, name)
+    """The reference called `name`; it ignores how a kernel shares the device."""
+    formula = getattr(reference, name)
+    return lambda *args, **sharing: formula(*args)
 
 
 def _weight_shape(weights: Sequence[Tensor]) -> tuple[int, int]:
@@ -75,15 +83,23 @@ def _fake_group_offsets(split_sizes, rows):
     return split_sizes.new_empty(split_sizes.shape[0] + 1, dtype=torch.int32)
 
 
+def _fake_group_offsets_and_counters(split_sizes, rows, counters):
+    return _fake_group_offsets(split_sizes, rows), split_sizes.new_empty(counters, dtype=torch.int32)
+
+
 def _fake_gemm(x, weights, offsets, bias=None, bias_scale=None):
     return x.new_empty(x.shape[0], _weight_shape(weights)[0])
+
+
+def _fake_gemm_(out, x, weights, offsets, bias=None, bias_scale=None):
+    return None
 
 
 def _fake_dgrad(dy, weights, offsets, glu_interleave=0):
     return dy.new_empty(dy.shape[0], _weight_shape(weights)[1])
 
 
-def _fake_gemm_act(x, weights, offsets, activation, bias, probs, glu_interleave, save_preact, zero_tail):
+def _fake_gemm_act(x, weights, offsets, activation, bias, probs, glu_interleave, save_preact, zero_tail, later=None):
     rows, columns = x.shape[0], _weight_shape(weights)[0]
     act = x.new_empty(rows, columns // Activation.decode(activation).halves)
     return act, x.new_empty(rows, columns) if save_preact else x.new_empty(0)
@@ -117,54 +133,68 @@ def _fake_dscale(dy, bias, offsets):
     return dy.new_empty(dy.shape[0], dtype=torch.float32)
 
 
+_MARGIN = "*, int sm_margin=0"
+_SHARING = f"{_MARGIN}, Tensor? counter=None"
 _OPERATORS = (
     ("group_offsets(Tensor split_sizes, SymInt rows) -> Tensor", plain, _fake_group_offsets),
     (
-        "grouped_gemm(Tensor x, Tensor[] weights, Tensor offsets, Tensor? bias=None, Tensor? bias_scale=None) "
-        "-> Tensor",
+        "group_offsets_and_counters(Tensor split_sizes, SymInt rows, int counters) -> (Tensor, Tensor)",
+        plain,
+        _fake_group_offsets_and_counters,
+    ),
+    (
+        "grouped_gemm(Tensor x, Tensor[] weights, Tensor offsets, Tensor? bias=None, Tensor? bias_scale=None, "
+        f"{_SHARING}) -> Tensor",
         plain,
         _fake_gemm,
     ),
     (
-        "grouped_gemm_dgrad(Tensor dy, Tensor[] weights, Tensor offsets, int glu_interleave=0) -> Tensor",
+        "grouped_gemm_(Tensor(a!) out, Tensor x, Tensor[] weights, Tensor offsets, Tensor? bias=None, "
+        f"Tensor? bias_scale=None, {_SHARING}) -> ()",
+        plain,
+        _fake_gemm_,
+    ),
+    (
+        f"grouped_gemm_dgrad(Tensor dy, Tensor[] weights, Tensor offsets, int glu_interleave=0, {_SHARING}) -> Tensor",
         plain,
         _fake_dgrad,
     ),
     (
         "grouped_gemm_act(Tensor x, Tensor[] weights, Tensor offsets, str activation, Tensor? bias, Tensor? probs, "
-        "int glu_interleave, bool save_preact, bool zero_tail) -> (Tensor, Tensor)",
+        f"int glu_interleave, bool save_preact, bool zero_tail, Tensor(a!)? zero_tail_of=None, {_SHARING}) "
+        "-> (Tensor, Tensor)",
         lambda name, pick: _gemm_act(pick),
         _fake_gemm_act,
     ),
     (
         "grouped_gemm_dact(Tensor dy, Tensor[] weights, Tensor offsets, Tensor preact, str activation, Tensor? probs, "
-        "bool need_act, bool need_dprobs, bool zero_tail) -> (Tensor, Tensor, Tensor)",
+        f"bool need_act, bool need_dprobs, bool zero_tail, {_SHARING}) -> (Tensor, Tensor, Tensor)",
         lambda name, pick: _gemm_dact(pick),
         _fake_gemm_dact,
     ),
     (
-        "dact(Tensor dact, Tensor preact, Tensor offsets, Tensor? probs, str activation, bool need_dprobs) "
-        "-> (Tensor, Tensor)",
+        "dact(Tensor dact, Tensor preact, Tensor offsets, Tensor? probs, str activation, bool need_dprobs, "
+        f"{_MARGIN}) -> (Tensor, Tensor)",
         lambda name, pick: _dact(pick),
         _fake_dact,
     ),
     (
-        "grouped_wgrad(Tensor dy, Tensor x, Tensor offsets, int glu_interleave=0) -> Tensor",
+        f"grouped_wgrad(Tensor dy, Tensor x, Tensor offsets, int glu_interleave=0, {_SHARING}) -> Tensor",
         plain,
         _fake_wgrad,
     ),
     (
         "grouped_wgrad_(Tensor(a!)[] out, Tensor dy, Tensor x, Tensor offsets, int glu_interleave=0, "
-        "bool accumulate=False) -> ()",
+        f"bool accumulate=False, {_SHARING}) -> ()",
         plain,
         _fake_wgrad_,
     ),
     (
-        "grouped_dbias(Tensor dy, Tensor offsets, Tensor? scale=None, int glu_interleave=0) -> Tensor",
+        f"grouped_dbias(Tensor dy, Tensor offsets, Tensor? scale=None, int glu_interleave=0, {_MARGIN}) -> Tensor",
         plain,
         _fake_dbias,
     ),
-    ("grouped_dscale(Tensor dy, Tensor bias, Tensor offsets) -> Tensor", plain, _fake_dscale),
+    (f"grouped_dscale(Tensor dy, Tensor bias, Tensor offsets, {_MARGIN}) -> Tensor", plain, _fake_dscale),
 )
 
 for _schema, _make, _fake in _OPERATORS:
@@ -177,7 +207,9 @@ _OPS = torch.ops.fusible_ops
 # Public functions
 
 group_offsets = _OPS.group_offsets.default
+group_offsets_and_counters = _OPS.group_offsets_and_counters.default
 grouped_gemm = _OPS.grouped_gemm.default
+grouped_gemm_ = _OPS.grouped_gemm_.default
 grouped_gemm_dgrad = _OPS.grouped_gemm_dgrad.default
 grouped_wgrad = _OPS.grouped_wgrad.default
 grouped_wgrad_ = _OPS.grouped_wgrad_.default
@@ -195,11 +227,14 @@ def grouped_gemm_act(
     glu_interleave: int = 0,
     save_preact: bool = True,
     zero_tail: bool = True,
+    zero_tail_of: Tensor | None = None,
+    **sharing: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`reference.grouped_gemm_act`. zero_tail=False leaves the tail rows of both results undefined."""
     act, preact = _OPS.grouped_gemm_act(
-        x, weights, offsets, activation.encode(), bias, probs, glu_interleave, save_preact, zero_tail
-    )
+        x, weights, offsets, activation.encode(), bias, probs, glu_interleave, save_preact, zero_tail, zero_tail_of,
+        **sharing,
+    )  # fmt: skip
     return act, empty_as_none(preact, save_preact)
 
 
@@ -213,10 +248,11 @@ def grouped_gemm_dact(
     need_act: bool = True,
     need_dprobs: bool = False,
     zero_tail: bool = True,
+    **sharing: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`reference.grouped_gemm_dact`. zero_tail=False leaves the tail of dpreact and act undefined (not dprobs')."""
     dpreact, act, dprobs = _OPS.grouped_gemm_dact(
-        dy, weights, offsets, preact, activation.encode(), probs, need_act, need_dprobs, zero_tail
+        dy, weights, offsets, preact, activation.encode(), probs, need_act, need_dprobs, zero_tail, **sharing
     )
     return dpreact, empty_as_none(act, need_act), empty_as_none(dprobs, need_dprobs)
 
@@ -228,9 +264,10 @@ def dact(
     probs: Tensor | None,
     activation: Activation,
     need_dprobs: bool = False,
+    **sharing: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`reference.dact`."""
-    dpreact, dprobs = _OPS.dact(dact, preact, offsets, probs, activation.encode(), need_dprobs)
+    dpreact, dprobs = _OPS.dact(dact, preact, offsets, probs, activation.encode(), need_dprobs, **sharing)
     return dpreact, empty_as_none(dprobs, need_dprobs)
 
 

@@ -67,6 +67,11 @@ def group_offsets(split_sizes: Tensor, rows: int) -> Tensor:
     return F.pad(ends, (1, 0)).to(torch.int32)
 
 
+def group_offsets_and_counters(split_sizes: Tensor, rows: int, counters: int) -> tuple[Tensor, Tensor]:
+    """(`group_offsets`, int32 [counters] of zero), for kernels that take tiles through counters."""
+    return group_offsets(split_sizes, rows), torch.zeros(counters, dtype=torch.int32, device=split_sizes.device)
+
+
 def valid_rows(rows: int, offsets: Tensor) -> Tensor:
     """bool [rows, 1]: whether a row belongs to a group."""
     return torch.arange(rows, device=offsets.device).unsqueeze(1) < offsets[-1]
@@ -149,6 +154,19 @@ def grouped_gemm(
             part = slice(bounds[g], bounds[g + 1])
             y[part] += widened(bias[g]) if bias_scale is None else widened(bias_scale[part, None]) * widened(bias[g])
     return y.to(x.dtype)
+
+
+def grouped_gemm_(
+    out: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+) -> None:
+    """`grouped_gemm` into `out` [T, N], whose tail is left alone."""
+    y = grouped_gemm(x, weights, offsets, bias, bias_scale)
+    out.copy_(torch.where(valid_rows(x.shape[0], offsets), y, out))
 
 
 def grouped_gemm_dgrad(dy: Tensor, weights: Sequence[Tensor], offsets: Tensor, glu_interleave: int = 0) -> Tensor:
@@ -254,11 +272,15 @@ def grouped_gemm_act(
     glu_interleave: int = 0,
     save_preact: bool = True,
     zero_tail: bool = True,
+    zero_tail_of: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """preact = round(x W_gᵀ + b_g), act = round(f(preact)·p); (act [T, I], preact [T, N] or None), zero in the tail.
 
-    zero_tail: a kernel may leave the tail undefined where it is False; here it is zero either way.
+    zero_tail: a kernel may leave the tail undefined where it is False; here it is zero either way. zero_tail_of: a
+    tensor [T, ·] in x's dtype whose tail becomes zero too: the result of a later `grouped_gemm_`.
     """
+    if zero_tail_of is not None:
+        _tokens_only_(zero_tail_of, offsets)
     preact = deinterleave(grouped_gemm(x, weights, offsets, bias), glu_interleave, 1)
     act = _tokens_only_(activation_forward(preact, activation, probs), offsets)
     return act, preact if save_preact else None

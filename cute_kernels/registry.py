@@ -41,16 +41,19 @@ def empty_as_none(t: Tensor, wanted: bool) -> Tensor | None:
 def plain(name: str, pick: Pick) -> Callable:
     """The operator that is exactly the function `name`."""
 
-    def run(*args):
-        return pick(name)(*args)
+    def run(*args, **sharing):
+        return pick(name)(*args, **sharing)
 
     return run
 
 
 def register(schema: str, cpu: Callable, cuda: Callable, fake: Callable) -> None:
-    """Define one operator with its CPU and CUDA kernels and its shape function."""
+    """Define one operator with its CPU and CUDA kernels and its shape function.
+
+    Keyword arguments say how a kernel shares the device; shapes do not depend on them.
+    """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, cpu, "CPU")
     _LIBRARY.impl(name, cuda, "CUDA")
-    torch.library.register_fake(f"fusible_ops::{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(f"fusible_ops::{name}", lambda *args, **sharing: fake(*args), lib=_LIBRARY)

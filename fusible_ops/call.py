@@ -16,6 +16,7 @@ from fusible_ops.parameters import Held
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.ranges import shown
 from fusible_ops.route import Route
+from fusible_ops.sharing import shared, shared_as
 
 if TYPE_CHECKING:
     from fusible_ops.fuser import OperationFuser
@@ -44,7 +45,7 @@ class Call:
         if made is None:
             kinds = fuser.context_kinds(route, self.held, needs, recorded)
             made = route.contexts[needs, recorded] = [(kind, route.plans(i)) for i, kind in enumerate(kinds)]
-        kernels = entry_points(x.device, route.plain)
+        kernels = self.kernels = shared(entry_points(x.device, route.plain), fuser.sharing)
         contexts = self.contexts = []
         for (kind, plans), held, source in zip(made, self.held, fuser.split_sources, strict=True):
             ctx = kind()
@@ -97,7 +98,7 @@ class Call:
         """Gradients of (x, all parameters, all extra inputs). `saved` is emptied: the ops let go of what they used."""
         contexts, kernels = self.contexts, None
         if grad is not None:
-            kernels = entry_points(grad.device, self.route.plain and are_plain((grad, *saved)))
+            kernels = shared_as(self.kernels, entry_points(grad.device, self.route.plain and are_plain((grad, *saved))))
             grad = _tokens_only(grad, saved[0])
         at = 1
         for ctx, count in zip(contexts, self.counts, strict=True):

@@ -19,6 +19,7 @@ from torch import Tensor
 from cute_kernels.facts import facts
 from cute_kernels.limits import dtype_name
 from cute_kernels.ops import are_plain
+from cute_kernels.scheduling import ALONE, Sharing
 from cute_kernels.target import Target
 from fusible_ops.autocast_mode import current_recipe
 from fusible_ops.call import Call, autocast_dtype_on, owned, record, without_autocast
@@ -47,7 +48,7 @@ class OperationFuser:
 
     ops: basic ops and containers (`Linear`). names: what explain() and errors call them. rules: the rule set, `()`
     for none. on_unfused: "allow", "warn" (once for each plan) or "error" (RuntimeError at the first call) where an op
-    runs unfused.
+    runs unfused. sharing: how fused operations share the device.
     Errors: ValueError if two neighbours' widths differ, if extra inputs are missing or too many, for an unknown
     on_unfused.
     """
@@ -58,11 +59,13 @@ class OperationFuser:
         names: Sequence[str] | None = None,
         rules: tuple[Rule, ...] = RULES,
         on_unfused: str = "allow",
+        sharing: Sharing = ALONE,
     ) -> None:
         self.ops = list(ops)
         self.names = list(names) if names is not None else ["" for _ in ops]
         self.rules = rules
         self.on_unfused = on_unfused
+        self.sharing = sharing
         self.basic_ops = [part for op in self.ops for part in op.fusible_parts()]
         self.num_extra_inputs = sum(op.num_extra_inputs for op in self.basic_ops)
         self._linears = [op for op in self.basic_ops if op.weight_dtype is not None]

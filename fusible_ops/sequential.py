@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.scheduling import Sharing
 from cute_kernels.target import Target
 from fusible_ops.autocast_mode import current_recipe
 from fusible_ops.fuser import ON_UNFUSED, OperationFuser
@@ -16,6 +17,8 @@ from fusible_ops.recipe import Recipe
 from patterns import RULES, Rule, check_rules, explain
 
 Group = OperationFuser | nn.Module
+OPTIONS = ("rules", "on_unfused", "scheduler", "sm_margin")
+"""What a Sequential is made with beside its modules; a change makes its runs anew."""
 
 
 def _require_module(module: object) -> None:
@@ -35,9 +38,13 @@ class Sequential(nn.Module):
 
     rules: the rule set, a tuple of `patterns.Rule`; `()` fuses nothing. on_unfused: what happens if an op of a run is
     not fused: "allow", "warn" or "error" (RuntimeError at the first call, with the reason).
+    scheduler, sm_margin: how the kernels of fused ops share the device (`cute_kernels.scheduling.Sharing`). "dynamic"
+    lets SMs take tiles as they go, so that those which something else holds or slows down get fewer; "static" deals
+    them out beforehand; None chooses. sm_margin: SMs that every kernel leaves free. Results are the same bits.
 
     Errors: ValueError for missing or surplus extra inputs, for widths that do not chain (naming the two ops), for an
-    unknown on_unfused; TypeError for a rule set that is no tuple of rules.
+    unknown on_unfused or scheduler, for a margin that is negative or, at the first call, leaves no SM; TypeError for a
+    rule set that is no tuple of rules.
     Source: the interface is that of transformer_engine.pytorch.ops.Sequential (2.20).
     """
 
@@ -46,10 +53,13 @@ class Sequential(nn.Module):
         *modules: nn.Module | Mapping[str, nn.Module],
         rules: tuple[Rule, ...] = RULES,
         on_unfused: str = "allow",
+        scheduler: str | None = None,
+        sm_margin: int = 0,
     ) -> None:
         super().__init__()
         self.rules = check_rules(rules)
         self.on_unfused = on_unfused
+        self.scheduler, self.sm_margin = scheduler, sm_margin
         self._module_groups: list[Group] | None = None
         self._num_extra_inputs = 0  # of all groups together; known once they are made
         if len(modules) == 1 and isinstance(modules[0], Mapping):
@@ -89,7 +99,7 @@ class Sequential(nn.Module):
 
     def _like(self, modules: Iterable[nn.Module]) -> Sequential:
         """A new container with the same options over the same module objects."""
-        return Sequential(*modules, rules=self.rules, on_unfused=self.on_unfused)
+        return Sequential(*modules, **{name: getattr(self, name) for name in OPTIONS})
 
     def append(self, module: nn.Module) -> Sequential:
         """Add a module at the end."""
@@ -131,8 +141,10 @@ class Sequential(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "on_unfused" and value not in ON_UNFUSED:
             raise ValueError(f"on_unfused must be one of {', '.join(ON_UNFUSED)}; got {value!r}")
+        if name in ("scheduler", "sm_margin"):
+            Sharing(**{name: value})  # raises ValueError
         super().__setattr__(name, value)
-        if isinstance(value, nn.Module) or name in ("rules", "on_unfused"):
+        if isinstance(value, nn.Module) or name in OPTIONS:
             self._module_groups = None
 
     def __delattr__(self, name: str) -> None:
@@ -156,7 +168,8 @@ class Sequential(nn.Module):
 
         def close_run() -> None:
             if run:
-                fuser = OperationFuser(list(run.values()), list(run), self.rules, self.on_unfused)
+                sharing = Sharing(self.scheduler, self.sm_margin)
+                fuser = OperationFuser(list(run.values()), list(run), self.rules, self.on_unfused, sharing)
                 groups.append(fuser)
                 run.clear()
 

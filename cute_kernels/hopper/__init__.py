@@ -9,12 +9,14 @@ from types import SimpleNamespace
 
 _MODULES = {
     "grouped_gemm": "grouped_gemm",
+    "grouped_gemm_": "grouped_gemm",
     "grouped_gemm_dgrad": "grouped_gemm",
     "grouped_gemm_act": "grouped_gemm",
     "grouped_gemm_dact": "grouped_gemm",
     "grouped_wgrad": "grouped_wgrad",
     "grouped_wgrad_": "grouped_wgrad",
     "group_offsets": "rowwise",
+    "group_offsets_and_counters": "rowwise",
     "dact": "rowwise",
     "grouped_dbias": "rowwise",
     "grouped_dscale": "rowwise",

@@ -43,10 +43,10 @@ class Config:
     element_bytes: int = 2
 
     def smem_bytes(self) -> int:
-        """Upper bound of the shared memory used: operands, staging, and one KiB each for barriers and bias."""
+        """Upper bound of the shared memory used: operands, staging, and one KiB each for barriers, bias and zeros."""
         operands = self.stages * (self.tile_m + self.tile_n) * self.tile_k
         staging = CONSUMERS * self.pieces * 64 * 32
-        return (operands + staging) * self.element_bytes + 2048
+        return (operands + staging) * self.element_bytes + 3072
 
     def column_tiles(self, columns: int) -> int:
         """Tiles that cover `columns` columns of the product."""
@@ -75,7 +75,7 @@ class Options:
     kind: "store", "act" or "dact", the epilogue. contracts_rows: the product sums over the weight's rows (dgrad, dact).
     separate: weights are G tensors. factor: dtype of probs or of the bias scale, "" if absent.
     keeps: the optional result is wanted (preact of "act", act of "dact"). has_dprobs: "dact" only.
-    dynamic: tiles are taken through a counter (see `tickets`).
+    dynamic: tiles are taken through a counter (see `tickets`). zeroes_later: "act" zeroes the tail of a later result.
     """
 
     kind: str
@@ -91,6 +91,7 @@ class Options:
     has_dprobs: bool = False
     zero_tail: bool = True
     dynamic: bool = False
+    zeroes_later: bool = False
 
     def __post_init__(self) -> None:
         facts = tuple(getattr(self, field.name) for field in fields(self))

@@ -53,7 +53,11 @@ from cute_kernels.hopper.product_operands import (
     check_factor,
     check_interleave,
     check_product,
+    check_result,
+    contiguous,
+    factor_name,
     weight_sizes,
+    whole,
 )
 from cute_kernels.limits import dtype_name
 
@@ -90,20 +94,27 @@ def grouped_gemm(
     sm_margin: int = 0,
     counter: Tensor | None = None,
     plans: Plans = NO_PLANS,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`reference.grouped_gemm`: y [T, N]."""
+    """`reference.grouped_gemm`: y [T, N]. out: as `grouped_gemm_`, and returned."""
     scale = None if bias is None else bias_scale
     plan = plans.get(_gemm_plan) or plans.keep(_gemm_plan, _gemm_plan(
-        facts(x), list_facts(weights), facts(offsets), facts_or_none(bias), facts_or_none(scale),
+        facts_or_none(out), facts(x), list_facts(weights), facts(offsets), facts_or_none(bias), facts_or_none(scale),
         sm_margin, facts_or_none(counter),
     ))  # fmt: skip
-    y = x.new_empty(plan.rows, plan.n)
-    _run(plan, x, weights, offsets, counter, (y, _whole(bias), _contiguous(scale)))
+    y = x.new_empty(plan.rows, plan.n) if out is None else out
+    _run(plan, x, weights, offsets, counter, (y, whole(bias), contiguous(scale)))
     return y
+
+
+def grouped_gemm_(out: Tensor, x: Tensor, *others: Any, **how: Any) -> None:
+    """`reference.grouped_gemm_`: into out [T, N], contiguous from a multiple of 16 bytes on; its tail is left alone."""
+    grouped_gemm(x, *others, **how, out=out)  # type: ignore[misc]
 
 
 @functools.lru_cache(KEPT)
 def _gemm_plan(
+    out: TensorFacts | None,
     x: TensorFacts,
     weights: ListFacts,
     offsets: TensorFacts,
@@ -117,10 +128,11 @@ def _gemm_plan(
     groups = check_product(kernel, "x", x, k, weights, offsets)
     check_bias(kernel, bias, groups, n, x)
     check_factor(kernel, "bias_scale", scale, x)
+    check_result(kernel, "out", out, n, x)
     transposed = are_transposed(kernel, weights)
     options = _options(
         kernel, "store", x.dtype, n, _spread(kernel, x, groups), K=k, N=n, contracts_rows=transposed,
-        separate=weights.separate, has_bias=bias is not None, factor=_name(scale),
+        separate=weights.separate, has_bias=bias is not None, factor=factor_name(scale), zero_tail=out is None,
         dynamic=check_counter(kernel.name, counter, x),
     )  # fmt: skip
     return _plan(kernel, options, (x,), groups, n, k, n, sm_margin, transposed)
@@ -178,21 +190,22 @@ def grouped_gemm_act(
     glu_interleave: int = 0,
     save_preact: bool = True,
     zero_tail: bool = True,
+    zero_tail_of: Tensor | None = None,
     sm_margin: int = 0,
     counter: Tensor | None = None,
     plans: Plans = NO_PLANS,
 ) -> tuple[Tensor, Tensor | None]:
     """`reference.grouped_gemm_act`: (act [T, I], preact [T, N] or None).
 
-    zero_tail=False leaves the tail rows of both undefined.
+    zero_tail=False leaves the tail rows of both undefined. zero_tail_of: contiguous from a multiple of 16 bytes on.
     """
     plan = plans.get(_act_plan) or plans.keep(_act_plan, _act_plan(
         facts(x), list_facts(weights), facts(offsets), activation, facts_or_none(bias), facts_or_none(probs),
-        glu_interleave, save_preact, zero_tail, sm_margin, facts_or_none(counter),
+        glu_interleave, save_preact, zero_tail, facts_or_none(zero_tail_of), sm_margin, facts_or_none(counter),
     ))  # fmt: skip
     act = x.new_empty(plan.rows, plan.width)
     preact = x.new_empty(plan.rows, plan.n) if save_preact else None
-    _run(plan, x, weights, offsets, counter, (act, preact, _whole(bias), _contiguous(probs)))
+    _run(plan, x, weights, offsets, counter, (act, preact, whole(bias), contiguous(probs), zero_tail_of))
     return act, preact
 
 
@@ -207,6 +220,7 @@ def _act_plan(
     glu_interleave: int,
     save_preact: bool,
     zero_tail: bool,
+    later: TensorFacts | None,
     sm_margin: int,
     counter: TensorFacts | None,
 ) -> Plan:
@@ -215,14 +229,15 @@ def _act_plan(
     groups = check_product(kernel, "x", x, k, weights, offsets)
     check_bias(kernel, bias, groups, n, x)
     check_factor(kernel, "probs", probs, x)
+    check_result(kernel, "zero_tail_of", later, None, x)
     if n % activation.halves:
         raise ValueError(f"{kernel.name}: N is {n}, needs gate and up halves of the same size for {activation.kind}")
     transposed = are_transposed(kernel, weights)
     options = _options(
         kernel, "act", x.dtype, n, _spread(kernel, x, groups), K=k, N=n, I=n // activation.halves,
         activation=activation, glu_interleave=glu_interleave, separate=weights.separate, has_bias=bias is not None,
-        factor=_name(probs), keeps=save_preact, zero_tail=zero_tail, contracts_rows=transposed,
-        dynamic=check_counter(kernel.name, counter, x),
+        factor=factor_name(probs), keeps=save_preact, zero_tail=zero_tail, contracts_rows=transposed,
+        dynamic=check_counter(kernel.name, counter, x), zeroes_later=later is not None,
     )  # fmt: skip
     return _plan(kernel, options, (x,), groups, n, k, n, sm_margin, transposed)
 
@@ -253,7 +268,7 @@ def grouped_gemm_dact(
     act = dy.new_empty(plan.rows, plan.k) if need_act else None
     partial = dy.new_empty(plan.rows, plan.tiles, dtype=torch.float32) if need_dprobs else None
     preact = preact if plan.readable else readable(preact)
-    _run(plan, dy, weights, offsets, counter, (dpreact, act, partial, preact, _contiguous(probs)))
+    _run(plan, dy, weights, offsets, counter, (dpreact, act, partial, preact, contiguous(probs)))
     return dpreact, act, None if partial is None else _sum_of_rows(partial)
 
 
@@ -279,8 +294,8 @@ def _dact_plan(
     transposed = are_transposed(kernel, weights)
     options = _options(
         kernel, "dact", dy.dtype, width, _spread(kernel, dy, groups), H=h, I=width,
-        activation=activation, contracts_rows=not transposed,
-        separate=weights.separate, factor=_name(probs), keeps=need_act, has_dprobs=need_dprobs, zero_tail=zero_tail,
+        activation=activation, contracts_rows=not transposed, separate=weights.separate, factor=factor_name(probs),
+        keeps=need_act, has_dprobs=need_dprobs, zero_tail=zero_tail,
         dynamic=check_counter(kernel.name, counter, dy),
     )  # fmt: skip
     return _plan(kernel, options, (dy, preact), groups, h, width, width, sm_margin, transposed)
@@ -381,18 +396,3 @@ def _options(
 def _spread(kernel: Kernel, x: TensorFacts, groups: int) -> Spread:
     """What is known of the work before the device knows the splits; all SMs, so that a margin changes no bits."""
     return Spread(row_class(x.shape[0]), groups, multiprocessors(kernel, x.device, 0))
-
-
-def _name(factor: TensorFacts | None) -> str:
-    return "" if factor is None else dtype_name(factor.dtype)
-
-
-def _whole(bias: Tensor | None) -> Tensor | None:
-    """The bias as kernels read it: contiguous, from a multiple of 16 bytes on."""
-    if bias is None or (bias.is_contiguous() and bias.data_ptr() % VECTOR_BYTES == 0):
-        return bias
-    return bias.clone(memory_format=torch.contiguous_format)
-
-
-def _contiguous(factor: Tensor | None) -> Tensor | None:
-    return None if factor is None else factor.contiguous()

@@ -10,7 +10,8 @@ columns of a gated tile are 32 of gate, the 32 of up that belong to them, 32 of 
 
 Roles, one CTA per SM, 384 threads, each role walking the same schedule:
     warp 0      loads x and W tiles by TMA; dynamic, takes this CTA's tiles one by one (see `tickets`)
-    warps 2, 3  zero the results' tail rows, offsets[G] to T, beside the products
+    warp 2      zeroes the results' tail rows, offsets[G] to T, beside the products, by TMA
+    warp 3      zeroes the tail of the row sums, where there are any
     warps 4-7, 8-11   two consumer warpgroups, in turn on a whole tile each (ping-pong): WGMMA, then the epilogue, which
                 fetches by TMA what it reads besides (the saved pre-activation)
 
@@ -38,7 +39,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
 
-from cute_kernels.hopper import tickets
+from cute_kernels.hopper import bulk, tickets
 from cute_kernels.hopper.configs import CONSUMERS, SETS, Options
 from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.activation import Activate
@@ -131,6 +132,7 @@ class GroupedGemm:
             tickets: cute.struct.MemRange[Int64, tickets.DEPTH * 2]
             numbers: cute.struct.MemRange[Int32, tickets.DEPTH]
             filled: cute.struct.MemRange[Int64, CONSUMERS * SETS]
+            zeros: cute.struct.Align[cute.struct.MemRange[Int32, bulk.ZERO_BYTES // 4], 16]
             bias: cute.struct.Align[cute.struct.MemRange[self.dtype, bias_values], 16]
             x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_x)], 1024]
             w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_w)], 1024]
@@ -222,7 +224,7 @@ class GroupedGemm:
             if warp == 0:
                 self.produce(pipe, ring, epilogue.Source(atom_x, tma_x), epilogue.Source(atom_w, tma_w), table, walk)
             if warp >= 2:
-                self.zero_tail(args, walk, cta * 64 + thread - 64, ctas * 64)
+                self.zero_tail(args, walk, memory.zeros.get_tensor(cute.make_layout(bulk.ZERO_BYTES // 4)), warp)
         if group_of_warps > 0:
             cute.arch.setmaxregister_increase(self.registers[1])
             consumer = group_of_warps - 1
@@ -300,10 +302,16 @@ class GroupedGemm:
         pipe.producer_tail(state)
 
     @cute.jit
-    def zero_tail(self, args, walk: Walk, worker, workers):
-        """Warps 2 and 3: rows of no group become zero, 64 threads a CTA."""
-        for out in self.epilogue.zeroed(args):
-            epilogue.zero_rows(out, walk.offsets[walk.groups], worker, workers)
+    def zero_tail(self, args, walk: Walk, zeros, warp):
+        """Warps 2 and 3: rows of no group become zero."""
+        first, zeroed = walk.offsets[walk.groups], self.epilogue.zeroed(args)
+        if warp == 2:
+            bulk.clear(zeros)
+            for out in [out for out in zeroed if out.element_type.width == 16]:
+                bulk.zero_rows(out, first, zeros, walk.cta, walk.ctas)
+        else:
+            for sums in [out for out in zeroed if out.element_type.width == 32]:
+                epilogue.zero_sums(sums, first, walk.cta * 32 + cute.arch.lane_idx(), walk.ctas * 32)
 
     @cute.jit
     def consume(self, pipe, ring: Ring, mma, room, args, walk: Walk, consumer):
@@ -402,7 +410,8 @@ def fake_epilogue(options: Options, rows, columns) -> tuple:
         return matrix(dtype, rows, columns), bias, factor
     if options.kind == "act":
         act = matrix(dtype, rows, eights())
-        return act, matrix(dtype, rows, columns) if options.keeps else None, bias, factor
+        later = matrix(dtype, rows, eights()) if options.zeroes_later else None
+        return act, matrix(dtype, rows, columns) if options.keeps else None, bias, factor, later
     pre = eights()
     act = matrix(dtype, rows, columns) if options.keeps else None
     partial = None

@@ -6,9 +6,11 @@ Every function raises ValueError that names the kernel, the argument, and what i
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from cute_kernels.catalog import Kernel
 from cute_kernels.hopper.operands import VECTOR_BYTES, ListFacts, TensorFacts, check_offsets, check_shape
+from cute_kernels.limits import dtype_name
 
 FACTOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -55,6 +57,18 @@ def check_bias(kernel: Kernel, bias: TensorFacts | None, groups: int, columns: i
         check_shape(kernel.name, "bias", bias, (groups, columns), x, (x.dtype,))
 
 
+def check_result(kernel: Kernel, letter: str, out: TensorFacts | None, columns: int | None, x: TensorFacts) -> None:
+    """out: the caller's buffer [T, columns] in x's dtype, or None. columns: None for any multiple of 8."""
+    if out is None:
+        return
+    wide = out.shape[-1] // 8 * 8 if columns is None else columns
+    check_shape(kernel.name, letter, out, (x.shape[0], wide), x, (x.dtype,))
+    if not out.is_contiguous() or not out.aligned:
+        raise ValueError(
+            f"{kernel.name}: {letter} needs to be contiguous and to start at a multiple of {VECTOR_BYTES} bytes"
+        )
+
+
 def check_factor(kernel: Kernel, letter: str, factor: TensorFacts | None, x: TensorFacts) -> None:
     if factor is not None:
         check_shape(kernel.name, letter, factor, (x.shape[0],), x, FACTOR_DTYPES)
@@ -67,3 +81,18 @@ def check_interleave(kernel: Kernel, block: int, rows: int) -> None:
             f"{kernel.name}: glu_interleave is {block}, needs 0 or a divisor of I = N / 2 = {rows // 2} "
             "that divides 64 or is a multiple of it"
         )
+
+
+def whole(bias: Tensor | None) -> Tensor | None:
+    """The bias as kernels read it: contiguous, from a multiple of 16 bytes on."""
+    if bias is None or (bias.is_contiguous() and bias.data_ptr() % VECTOR_BYTES == 0):
+        return bias
+    return bias.clone(memory_format=torch.contiguous_format)
+
+
+def contiguous(factor: Tensor | None) -> Tensor | None:
+    return None if factor is None else factor.contiguous()
+
+
+def factor_name(factor: TensorFacts | None) -> str:
+    return "" if factor is None else dtype_name(factor.dtype)

@@ -1,6 +1,6 @@
 """Kernels that pass over rows once, without tensor cores, on SM90: offsets, activation gradients, bias gradients.
 
-    GroupOffsets   offsets[g] = min(Σ_{j<g} max(splits[j], 0), rows)
+    GroupOffsets   offsets[g] = min(Σ_{j<g} max(splits[j], 0), rows); tile counters = 0
     Dact           dpreact = (dact·p)·∂f(preact), dprobs[row] = Σ_columns dact·f(preact)
     ColumnSums     db[g] = Σ_{rows of g} s·dy, in two stages
     RowDots        ds[row] = Σ_n dy[row, n]·bias[g, n]
@@ -10,6 +10,9 @@ multiple of 8; offsets [G+1] int32. Rows that belong to no group are read by non
 results.
 Numerics: FP32 inside, sums in an order that the offsets alone decide: the same bits run after run.
 Roles: warps work alone and keep no state; a lane takes 8 neighbouring columns, 16 bytes of a 2-byte type.
+Grids: a team of 256 threads takes a unit of work, 8 rows, say. There are as many CTAs of one team as units; but where
+SMs are to stay free (`alone`), no more CTAs than SMs are left, each of four teams and with so much shared memory that
+it has its SM to itself.
 """
 
 import cutlass
@@ -27,7 +30,8 @@ TYPES = {
     "int32": cutlass.Int32,
     "int64": cutlass.Int64,
 }
-THREADS, WARPS = 256, 8
+THREADS, WARPS = 256, 8  # of a team
+ALONE_TEAMS, ALONE_BYTES = 4, 128 * 1024  # of a CTA that has its SM to itself: teams, shared memory (more than half)
 VECTOR = 8  # columns of one lane
 SPAN = 32 * VECTOR  # columns of one warp
 CHUNK = 256  # rows that one CTA of ColumnSums adds up
@@ -35,6 +39,33 @@ BATCH = 4  # rows that a warp of ColumnSums has in flight
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What they share
+
+
+class Teams:
+    """How a kernel's units of work are spread over teams, and those over CTAs."""
+
+    def __init__(self, alone: bool):
+        self.alone, self.teams = alone, ALONE_TEAMS if alone else 1
+
+    def launch(self, kernel, units, ctas, stream):
+        """Launch it for so many units; ctas: the most if alone."""
+        grid = cutlass.min((units + self.teams - 1) // self.teams, ctas) if self.alone else units
+        smem = ALONE_BYTES if self.alone else None
+        kernel.launch(grid=[grid, 1, 1], block=[THREADS * self.teams, 1, 1], smem=smem, stream=stream)
+
+    def place(self):
+        """(team, its first unit, the distance to its next, thread within the team)."""
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        team = thread // THREADS
+        return team, cta * self.teams + team, ctas * self.teams, thread % THREADS
+
+
+@cute.jit
+def meet(team):
+    """All threads of a team."""
+    cute.arch.barrier(barrier_id=team + 1, number_of_threads=THREADS)
 
 
 @cute.jit
@@ -102,12 +133,14 @@ class GroupOffsets:
         self.index = TYPES[options.index]
 
     @cute.jit
-    def __call__(self, splits: cute.Tensor, offsets: cute.Tensor, rows: Int32, stream):
-        self.kernel(splits, offsets, rows).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
+    def __call__(self, splits: cute.Tensor, offsets: cute.Tensor, counters: cute.Tensor | None, rows: Int32, stream):
+        self.kernel(splits, offsets, counters, rows).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, splits: cute.Tensor, offsets: cute.Tensor, rows: Int32):
+    def kernel(self, splits: cute.Tensor, offsets: cute.Tensor, counters: cute.Tensor | None, rows: Int32):
         thread, _, _ = cute.arch.thread_idx()
+        if const_expr(counters is not None):
+            self.clear(counters, thread)
         lane, warp = thread % 32, thread // 32
         memory = cutlass.memory.SmemAllocator()
         warp_totals = memory.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
@@ -139,6 +172,11 @@ class GroupOffsets:
             offsets[0] = Int32(0)
 
     @cute.jit
+    def clear(self, counters: cute.Tensor, thread):
+        if thread < counters.shape[0]:
+            counters[thread] = Int32(0)
+
+    @cute.jit
     def add(self, total, size, rows):
         """min(total + max(size, 0), rows); a size near the end of int64 does not wrap."""
         size = cutlass.min(cutlass.max(Int64(size), Int64(0)), Int64(rows))
@@ -146,11 +184,12 @@ class GroupOffsets:
 
 
 def build_group_offsets(options):
-    """splits, offsets, rows, stream."""
+    """splits, offsets, counters (at most 256) or None, rows, stream."""
     splits = make_fake_tensor(
         TYPES[options.index], (cute.sym_int(),), (cute.sym_int64(),), assumed_align=TYPES[options.index].width // 8
     )
-    return GroupOffsets(options), (splits, vector_of(Int32, cute.sym_int()), Int32(0), make_fake_stream())
+    offsets, counters = vector_of(Int32, cute.sym_int()), vector_of(Int32, cute.sym_int()) if options.counts else None
+    return GroupOffsets(options), (splits, offsets, counters, Int32(0), make_fake_stream())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -165,6 +204,7 @@ class Dact:
         self.curve = functions(options.activation.kind)
         self.halves = 2 if self.curve.GATED else 1
         self.element = TYPES[options.element]
+        self.teams = Teams(options.alone)
 
     @cute.jit
     def __call__(
@@ -175,12 +215,11 @@ class Dact:
         probs: cute.Tensor | None,
         dpreact: cute.Tensor,
         dprobs: cute.Tensor | None,
+        ctas: Int32,
         stream,
     ):
-        rows = dact.shape[0]
-        self.kernel(dact, preact, offsets, probs, dpreact, dprobs).launch(
-            grid=[(rows + WARPS - 1) // WARPS, 1, 1], block=[THREADS, 1, 1], stream=stream
-        )
+        units = (dact.shape[0] + WARPS - 1) // WARPS
+        self.teams.launch(self.kernel(dact, preact, offsets, probs, dpreact, dprobs), units, ctas, stream)
 
     @cute.kernel
     def kernel(
@@ -192,10 +231,9 @@ class Dact:
         dpreact: cute.Tensor,
         dprobs: cute.Tensor | None,
     ):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        lane, row = thread % 32, cta * WARPS + thread // 32
-        if row < dact.shape[0]:
+        _, first, step, thread = self.teams.place()
+        lane = thread % 32
+        for row in cutlass.range(first * WARPS + thread // 32, dact.shape[0], step * WARPS, unroll=1):
             valid = row < offsets[offsets.shape[0] - 1]
             factor = self.row_factor(probs, row, valid)
             total = Float32(0.0)
@@ -243,7 +281,7 @@ class Dact:
 
 
 def build_dact(options):
-    """dact, preact, offsets, probs or None, dpreact, dprobs or None, stream."""
+    """dact, preact, offsets, probs or None, dpreact, dprobs or None, most CTAs, stream."""
     rows, width, both = cute.sym_int(), cute.sym_int(divisibility=VECTOR), cute.sym_int(divisibility=VECTOR)
     element = TYPES[options.element]
     kernel = Dact(options)
@@ -255,6 +293,7 @@ def build_dact(options):
         None if options.probs is None else vector_of(TYPES[options.probs], rows),
         row_matrix(element, rows, wide),
         vector_of(Float32, rows) if options.need_dprobs else None,
+        Int32(1),
         make_fake_stream(),
     )
 
@@ -264,7 +303,7 @@ def build_dact(options):
 
 
 class ColumnSums:
-    """Stage 1: a CTA adds up to 256 rows of a group, 256 columns, into partial[slot]. Stage 2: a CTA adds a group's
+    """Stage 1: a team adds up to 256 rows of a group, 256 columns, into partial[slot]. Stage 2: a team adds a group's
     slots.
 
     Chunk k of group g has slot offsets[g] // 256 + g + k. That is injective, needs no scan, and ends below T // 256 +
@@ -273,7 +312,7 @@ class ColumnSums:
     """
 
     def __init__(self, options):
-        self.interleaved = options.interleaved
+        self.interleaved, self.teams = options.interleaved, Teams(options.alone)
 
     @cute.jit
     def __call__(
@@ -284,15 +323,12 @@ class ColumnSums:
         partial: cute.Tensor,
         sums: cute.Tensor,
         block: Int32,
+        ctas: Int32,
         stream,
     ):
         spans = (dy.shape[1] + SPAN - 1) // SPAN
-        self.add_rows(dy, offsets, scale, partial).launch(
-            grid=[partial.shape[0], spans, 1], block=[THREADS, 1, 1], stream=stream
-        )
-        self.add_slots(partial, offsets, sums, block).launch(
-            grid=[sums.shape[0], spans, 1], block=[THREADS, 1, 1], stream=stream
-        )
+        self.teams.launch(self.add_rows(dy, offsets, scale, partial), partial.shape[0] * spans, ctas, stream)
+        self.teams.launch(self.add_slots(partial, offsets, sums, block), sums.shape[0] * spans, ctas, stream)
 
     @cute.jit
     def first_slot(self, offsets: cute.Tensor, group):
@@ -300,44 +336,49 @@ class ColumnSums:
 
     @cute.kernel
     def add_rows(self, dy: cute.Tensor, offsets: cute.Tensor, scale: cute.Tensor | None, partial: cute.Tensor):
-        slot, span, _ = cute.arch.block_idx()
-        low, high = Int32(0), Int32(offsets.shape[0] - 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.first_slot(offsets, middle) <= slot:
-                low = middle
-            else:
-                high = middle
-        begin = offsets[low] + (slot - self.first_slot(offsets, low)) * CHUNK
-        end = cutlass.min(begin + CHUNK, offsets[low + 1])
-        if begin < end:
-            thread, _, _ = cute.arch.thread_idx()
-            total = self.column_sum(dy, scale, begin, end, span)
-            column = span * SPAN + thread
-            if column < dy.shape[1]:
-                partial[slot, column] = total
+        team, first, step, thread = self.teams.place()
+        slots, spans = partial.shape[0], (dy.shape[1] + SPAN - 1) // SPAN
+        for unit in cutlass.range(first, slots * spans, step, unroll=1):
+            span = unit // slots
+            slot = unit - span * slots
+            low, high = Int32(0), Int32(offsets.shape[0] - 1)
+            while high - low > 1:
+                middle = (low + high) // 2
+                if self.first_slot(offsets, middle) <= slot:
+                    low = middle
+                else:
+                    high = middle
+            begin = offsets[low] + (slot - self.first_slot(offsets, low)) * CHUNK
+            end = cutlass.min(begin + CHUNK, offsets[low + 1])
+            if begin < end:
+                total = self.column_sum(dy, scale, begin, end, span, team, thread)
+                column = span * SPAN + thread
+                if column < dy.shape[1]:
+                    partial[slot, column] = total
 
     @cute.kernel
     def add_slots(self, partial: cute.Tensor, offsets: cute.Tensor, sums: cute.Tensor, block: Int32):
-        thread, _, _ = cute.arch.thread_idx()
-        group, span, _ = cute.arch.block_idx()
-        begin = self.first_slot(offsets, group)
-        end = begin + (offsets[group + 1] - offsets[group] + CHUNK - 1) // CHUNK
-        total = self.column_sum(partial, None, begin, end, span)
-        column = span * SPAN + thread
-        if column < sums.shape[1]:
-            place = column
-            if const_expr(self.interleaved):
-                half = sums.shape[1] // 2
-                up = column // half
-                in_half = column - up * half
-                place = (in_half // block) * (2 * block) + up * block + in_half % block
-            sums[group, place] = total
+        team, first, step, thread = self.teams.place()
+        groups, spans = sums.shape[0], (sums.shape[1] + SPAN - 1) // SPAN
+        for unit in cutlass.range(first, groups * spans, step, unroll=1):
+            span = unit // groups
+            group = unit - span * groups
+            begin = self.first_slot(offsets, group)
+            end = begin + (offsets[group + 1] - offsets[group] + CHUNK - 1) // CHUNK
+            total = self.column_sum(partial, None, begin, end, span, team, thread)
+            column = span * SPAN + thread
+            if column < sums.shape[1]:
+                place = column
+                if const_expr(self.interleaved):
+                    half = sums.shape[1] // 2
+                    up = column // half
+                    in_half = column - up * half
+                    place = (in_half // block) * (2 * block) + up * block + in_half % block
+                sums[group, place] = total
 
     @cute.jit
-    def column_sum(self, x: cute.Tensor, scale: cute.Tensor | None, begin, end, span):
-        """Σ of rows [begin, end) of the column span·256 + thread, by the whole CTA."""
-        thread, _, _ = cute.arch.thread_idx()
+    def column_sum(self, x: cute.Tensor, scale: cute.Tensor | None, begin, end, span, team, thread):
+        """Σ of rows [begin, end) of the column span·256 + thread, by the whole team."""
         lane, warp = thread % 32, thread // 32
         column = span * SPAN + lane * VECTOR
         totals = cute.make_rmem_tensor((VECTOR,), Float32)
@@ -346,9 +387,11 @@ class ColumnSums:
             for first in cutlass.range(begin + warp, end, WARPS * BATCH, unroll=1):
                 self.add_batch(x, scale, first, end, column, totals)
         memory = cutlass.memory.SmemAllocator()
-        shared = memory.allocate_tensor(Float32, cute.make_layout((WARPS, SPAN), stride=(SPAN, 1)), byte_alignment=16)
+        layout = cute.make_ordered_layout((self.teams.teams, WARPS, SPAN), order=(2, 1, 0))
+        shared = memory.allocate_tensor(Float32, layout, byte_alignment=16)[team, None, None]
+        meet(team)  # all have read the unit before
         cute.autovec_copy(totals, cute.local_tile(shared[warp, None], (VECTOR,), (lane,)))
-        cute.arch.sync_threads()
+        meet(team)
         total = Float32(0.0)
         for other in range_constexpr(WARPS):
             total += shared[other, thread]
@@ -376,7 +419,7 @@ class ColumnSums:
 
 
 def build_column_sums(options):
-    """dy, offsets, scale or None, partial, sums, interleave block, stream."""
+    """dy, offsets, scale or None, partial, sums, interleave block, most CTAs, stream."""
     rows, width, slots = cute.sym_int(), cute.sym_int(divisibility=VECTOR), cute.sym_int()
     return ColumnSums(options), (
         row_matrix(TYPES[options.element], rows, width),
@@ -384,6 +427,7 @@ def build_column_sums(options):
         None if options.scale is None else vector_of(TYPES[options.scale], rows),
         row_matrix(Float32, slots, width),
         row_matrix(Float32, cute.sym_int(), width),
+        Int32(1),
         Int32(1),
         make_fake_stream(),
     )
@@ -396,18 +440,21 @@ def build_column_sums(options):
 class RowDots:
     """A warp for each row: the row of dy times the bias of its group."""
 
+    def __init__(self, options):
+        self.teams = Teams(options.alone)
+
     @cute.jit
-    def __call__(self, dy: cute.Tensor, bias: cute.Tensor, offsets: cute.Tensor, dots: cute.Tensor, stream):
-        self.kernel(dy, bias, offsets, dots).launch(
-            grid=[(dy.shape[0] + WARPS - 1) // WARPS, 1, 1], block=[THREADS, 1, 1], stream=stream
-        )
+    def __call__(
+        self, dy: cute.Tensor, bias: cute.Tensor, offsets: cute.Tensor, dots: cute.Tensor, ctas: Int32, stream
+    ):
+        units = (dy.shape[0] + WARPS - 1) // WARPS
+        self.teams.launch(self.kernel(dy, bias, offsets, dots), units, ctas, stream)
 
     @cute.kernel
     def kernel(self, dy: cute.Tensor, bias: cute.Tensor, offsets: cute.Tensor, dots: cute.Tensor):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        lane, row = thread % 32, cta * WARPS + thread // 32
-        if row < dy.shape[0]:
+        _, first, step, thread = self.teams.place()
+        lane = thread % 32
+        for row in cutlass.range(first * WARPS + thread // 32, dy.shape[0], step * WARPS, unroll=1):
             total = Float32(0.0)
             if row < offsets[offsets.shape[0] - 1]:
                 group = group_of(offsets, row)
@@ -421,14 +468,15 @@ class RowDots:
 
 
 def build_row_dots(options):
-    """dy, bias, offsets, dots, stream."""
+    """dy, bias, offsets, dots, most CTAs, stream."""
     rows, width = cute.sym_int(), cute.sym_int(divisibility=VECTOR)
     element = TYPES[options.element]
-    return RowDots(), (
+    return RowDots(options), (
         row_matrix(element, rows, width),
         row_matrix(element, cute.sym_int(), width),
         vector_of(Int32, cute.sym_int()),
         vector_of(Float32, rows),
+        Int32(1),
         make_fake_stream(),
     )
 

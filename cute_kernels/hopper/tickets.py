@@ -100,13 +100,12 @@ def publish(tickets: Tickets, entry, taken, ctas: cutlass.Constexpr):
 @cute.jit
 def read(tickets: Tickets, entry, ctas: cutlass.Constexpr):
     """Entry `entry`, in all lanes of a reading warp."""
-    slot = entry & (DEPTH - 1)
+    slot, number = entry & (DEPTH - 1), Int32(0)
     cute.arch.mbarrier_wait(tickets.full + slot, (entry // DEPTH) & 1)
-    number = tickets.numbers[slot]
-    cute.arch.sync_warp()
-    if cute.arch.lane_idx() == 0:
+    if cute.arch.lane_idx() == 0:  # who reads gives back: racecheck sees no order through the rest of the warp
+        number = tickets.numbers[slot]
         cute.arch.mbarrier_arrive(tickets.empty + slot, 0 if const_expr(ctas > 1) else None)
-    return cute.arch.make_warp_uniform(number)
+    return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(number, offset=0))
 
 
 @cute.jit

@@ -66,6 +66,7 @@ CASES = {
     "dact_geglu": options("dact", activation=Activation("geglu"), **GRADIENTS),
     "dact_gelu": options("dact", activation=Activation("gelu"), **GRADIENTS),
     "dact_square_gelu": options("dact", SQUARE, activation=Activation("gelu"), **GRADIENTS),
+    "act_zeroes_later": options("act", activation=SWIGLU, factor="float32", zero_tail=False, zeroes_later=True),
     "dynamic_store": options("store", dynamic=True),
     "dynamic_store_low_bias_scale": options("store", LOW, has_bias=True, factor="float32", dynamic=True),
     "dynamic_dgrad_interleaved_separate": options(

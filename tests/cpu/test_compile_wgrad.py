@@ -50,6 +50,10 @@ ROWWISE = (
     ColumnSumsOptions("bfloat16", None, False),
     ColumnSumsOptions("float16", "float32", True),
     RowDotsOptions("bfloat16"),
+    GroupOffsetsOptions("int64", counts=True),
+    DactOptions("bfloat16", Activation("swiglu"), "float32", True, alone=True),
+    ColumnSumsOptions("bfloat16", "float32", True, alone=True),
+    RowDotsOptions("bfloat16", alone=True),
 )
 
 

@@ -23,7 +23,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     def kernel(module: str, options: object, arch: str):
         return lambda *arguments: found.append((options, arguments))
 
-    monkeypatch.setattr(host, "multiprocessors", lambda kernel, device, sm_margin: sms_left(132, sm_margin))
+    monkeypatch.setattr(host, "multiprocessors", lambda kernel, device, sm_margin=0: sms_left(132, sm_margin))
     monkeypatch.setattr(host.launch, "kernel", kernel)
     monkeypatch.setattr(host.launch, "current_stream", lambda device: 7)
     monkeypatch.setattr(host, "device_table", lambda values, device, stream, arch: torch.tensor(values))
@@ -44,6 +44,15 @@ def test_a_product_is_one_launch(launched: list) -> None:
     assert (options.kind, options.has_bias, options.factor, options.separate) == ("store", True, "float32", False)
     assert table is counter is None and outputs[0] is y and (grid, stream) == (3, 7)
     assert y.shape == (T, N) and offsets is OFFSETS and x.shape == (T, K) and w.shape == (G, N, K)
+
+
+def test_a_product_into_a_buffer_whose_tail_another_zeroes(launched: list) -> None:
+    y = rows(N)
+    host.grouped_gemm_act(rows(K), stacked(), OFFSETS, SWIGLU, None, None, 8, zero_tail=False, zero_tail_of=y)
+    assert host.grouped_gemm_(y, rows(K), stacked(), OFFSETS) is None
+    (first, (*_, later)), (second, (result, *_)) = [(options, given[5]) for options, given in launched]
+    assert (first.zero_tail, first.zeroes_later, second.zero_tail) == (False, True, False)
+    assert later is y and result is y
 
 
 def test_a_scale_without_a_bias_is_not_passed(launched: list) -> None:
@@ -138,6 +147,9 @@ def test_rows_that_tma_cannot_address_are_copied(launched: list) -> None:
         (lambda: host.grouped_gemm(rows(K), stacked(), OFFSETS, sm_margin=-1), "sm_margin is -1"),
         (lambda: host.grouped_gemm(rows(K), stacked(), OFFSETS, sm_margin=132), "sm_margin is 132, needs 0 to 131"),
         (lambda: host.grouped_gemm(rows(K), stacked(), OFFSETS, counter=OFFSETS), r"counter is int32 \[4\]"),
+        (lambda: host.grouped_gemm_(rows(K), rows(K), stacked(), OFFSETS), r"out is bfloat16 \[40, 24\].*\[40, 64\]"),
+        (lambda: host.grouped_gemm_(rows(2 * N)[:, :N], rows(K), stacked(), OFFSETS), "out needs to be contiguous"),
+        (lambda: host.grouped_gemm_act(rows(K), stacked(), OFFSETS, SWIGLU, zero_tail_of=rows(20)), "zero_tail_of is"),
         (lambda: host.grouped_gemm_dgrad(rows(N), stacked(), OFFSETS, 3), "glu_interleave is 3"),
         (lambda: host.grouped_gemm_act(rows(K), stacked(), OFFSETS, SWIGLU, glu_interleave=128), "glu_interleave"),
         (lambda: host.grouped_gemm_act(rows(K), stacked(), OFFSETS, SWIGLU, probs=torch.zeros(3)), "probs"),

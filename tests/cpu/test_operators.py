@@ -16,9 +16,11 @@ ACT = Activation("swiglu").encode()
 
 CALLS = {
     "group_offsets": (torch.tensor([5, 0, 4]), 12),
+    "group_offsets_and_counters": (torch.tensor([5, 0, 4]), 12, 6),
     "grouped_gemm": (X, [W], OFFSETS, torch.randn(3, 24), torch.rand(12)),
+    "grouped_gemm_": (torch.zeros(12, 24), X, [W], OFFSETS, torch.randn(3, 24), torch.rand(12)),
     "grouped_gemm_dgrad": (DY, [W], OFFSETS, 4),
-    "grouped_gemm_act": (X, [W], OFFSETS, ACT, None, torch.rand(12), 0, True, True),
+    "grouped_gemm_act": (X, [W], OFFSETS, ACT, None, torch.rand(12), 0, True, True, torch.ones(12, 8)),
     "grouped_gemm_dact": (DY, [W], OFFSETS, torch.randn(12, 32), ACT, torch.rand(12), True, True, True),
     "dact": (torch.randn(12, 16), torch.randn(12, 32), OFFSETS, None, ACT, False),
     "grouped_wgrad": (DY, X, OFFSETS, 0),
@@ -28,11 +30,16 @@ CALLS = {
 }
 
 
+SHARING = {"sm_margin": 4, "counter": torch.zeros(1, dtype=torch.int32)}
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_operator_is_well_formed(name: str) -> None:
     """Schema, mutation and the shape function, by PyTorch's own checker."""
     operator = getattr(torch.ops.fusible_ops, name).default
-    torch.library.opcheck(operator, CALLS[name], test_utils=("test_schema", "test_faketensor"))
+    sharing = {a.name: SHARING[a.name] for a in operator._schema.arguments if a.name in SHARING}
+    for how in ({}, sharing):
+        torch.library.opcheck(operator, CALLS[name], how, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_cpu_tensors_get_the_reference() -> None:

@@ -188,3 +188,16 @@ def test_large_activations_are_computed_in_parts(
     for whole, parts in ((runs[0], runs[2]), (runs[1], runs[3])):
         for got, want in zip(parts, whole, strict=True):
             torch.testing.assert_close(got, want)
+
+
+def test_a_product_into_a_buffer_whose_tail_another_zeroed() -> None:
+    offsets = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    x, w1, w2 = torch.randn(7, 4), torch.randn(3, 6, 4), torch.randn(3, 8, 3)
+    y = torch.full((7, 8), float("nan"))
+    act, _ = reference.grouped_gemm_act(x, [w1], offsets, Activation("swiglu"), zero_tail_of=y)
+    assert y[:5].isnan().all() and not y[5:].any()
+    reference.grouped_gemm_(y, act, [w2], offsets)
+    assert_bitwise_equal(y, reference.grouped_gemm(act, [w2], offsets))
+    y[5:] = 1
+    reference.grouped_gemm_(y, act, [w2], offsets)
+    assert (y[5:] == 1).all()

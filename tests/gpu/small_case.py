@@ -4,7 +4,8 @@
         compute-sanitizer --tool $tool --report-api-errors no python -m tests.gpu.small_case; done
 
 Ragged and empty groups with a tail, all rows but a few in one group, many groups of which most are empty, no rows at
-all; widths that fill no tile, and 768; plain and interleaved weights, bias, probs, scales, main_grad, weights apart.
+all; widths that fill no tile, and 768; plain and interleaved weights, bias, probs, scales, main_grad, weights apart;
+alone on the device, and with tiles taken as they go on few SMs.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ CASES = (
 )
 
 
-def run(mlp: MLP, splits: Splits) -> None:
-    model = mlp.build(splits, "cuda", torch.bfloat16, on_unfused="error")
+SHARINGS = ({}, {"scheduler": "dynamic", "sm_margin": 128})
+
+
+def run(mlp: MLP, splits: Splits, sharing: dict) -> None:
+    model = mlp.build(splits, "cuda", torch.bfloat16, on_unfused="error", **sharing)
     inputs = Inputs.random(splits, mlp.hidden, "cuda", torch.bfloat16)
     results = step(model, mlp, inputs)
     for linear in (model[0], model[2]):
@@ -42,7 +46,8 @@ def run(mlp: MLP, splits: Splits) -> None:
 def main() -> None:
     for mlp, several in CASES:
         for splits in several:
-            run(mlp, splits)
+            for sharing in SHARINGS:
+                run(mlp, splits, sharing)
     torch.cuda.synchronize()
     print("done")
 

@@ -243,6 +243,18 @@ def test_more_groups_than_torch_takes() -> None:
     check(hopper("grouped_gemm")(x, w, offsets, bias), "grouped_gemm", x, w, offsets, bias)
 
 
+def test_an_earlier_product_zeroes_the_tail() -> None:
+    splits = Splits("tail", (300, 0, 5), rows=4000)
+    x, w1, w2 = rows_of(splits, 136), weights_of(splits, 2 * 264, 136), weights_of(splits, 392, 264)
+    offsets = offsets_of(splits)
+    y = torch.full((splits.rows, 392), float("nan"), dtype=BF16, device="cuda")
+    act, _ = hopper("grouped_gemm_act")(x, w1, offsets, SWIGLU, zero_tail=False, zero_tail_of=y)
+    assert y[: splits.used].isnan().all()
+    check_tail(splits, y)
+    hopper("grouped_gemm_")(y, act, w2, offsets)
+    assert_bitwise_equal(y, hopper("grouped_gemm")(act, w2, offsets), "y")
+
+
 def test_sm_margin_changes_nothing(variant: str) -> None:
     x, w, offsets = rows_of(RAGGED, 200), weights_of(RAGGED, 392, 200), offsets_of(RAGGED)
     whole = hopper("grouped_gemm")(x, w, offsets)

@@ -1,8 +1,9 @@
 """act = round(f(round(acc + b))·p): the activation of a product whose gate and up columns meet in one thread.
 
-args: (act [T, I], preact [T, 2I or I] or None, bias [G, 2I or I] or None, probs [T] or None). The pre-activation is
-rounded first, stored as `[gate | up]`, and f is computed in FP32 from the rounded value. A gated tile's
-columns are 32 of gate, then the 32 of up that belong to them, and so on.
+args: (act [T, I], preact [T, 2I or I] or None, bias [G, 2I or I] or None, probs [T] or None, later [T, ·] or None, the
+result of a later product, whose tail is zeroed here). The pre-activation is rounded first, stored as `[gate | up]`, and
+f is computed in FP32 from the rounded value. A gated tile's columns are 32 of gate, then the 32 of up that belong to
+them, and so on.
 
 The functions come from the module named as the activation, beside this one: `GATED`, `forward(facts, *inputs)` and
 `backward(facts, *inputs)` (value, then one slope an input), written on FP32 scalars. A new activation is a new file.
@@ -42,6 +43,7 @@ class Activate:
         preact: cute.Tensor | None
         bias: cute.Tensor | None
         probs: cute.Tensor | None
+        later: cute.Tensor | None
 
     def bias(self, args):
         return args.bias
@@ -51,9 +53,8 @@ class Activate:
         return results if args.preact is not None else results[:1]
 
     def zeroed(self, args):
-        if not self.zero_tail:
-            return ()
-        return (args.act,) if args.preact is None else (args.act, args.preact)
+        results = (args.act, args.preact) if self.zero_tail else ()
+        return tuple(out for out in (*results, args.later) if out is not None)
 
     def load(self, args, tile, room):
         values = None

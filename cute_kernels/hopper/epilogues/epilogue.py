@@ -32,7 +32,7 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass._mlir.dialects import llvm
-from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 ROWS, COLS = 64, 32
@@ -308,19 +308,11 @@ def row_factor(factors: cute.Tensor, row, end):
 
 
 @cute.jit
-def zero_rows(out: cute.Tensor, first_row, worker, workers):
-    """out[first_row:] = 0 by `workers` threads; rows are contiguous, so the tail is one run of memory."""
-    vector = const_expr(8 if out.element_type.width == 16 else 1)
-    copy = cute.make_copy_atom(CopyUniversalOp(), out.element_type, num_bits_per_copy=vector * out.element_type.width)
-    zeros = cute.make_rmem_tensor((vector,), out.element_type)
-    zeros.fill(0.0)
-    columns = out.shape[1] if const_expr(cute.rank(out) == 2) else 1
-    index = Int64(first_row) * columns + Int64(worker) * vector
-    total = Int64(out.shape[0]) * columns
-    while index < total:
-        at = (out.iterator + index).align(vector * out.element_type.width // 8)
-        cute.copy(copy, zeros, cute.make_tensor(at, cute.make_layout((vector,))))
-        index += Int64(workers) * vector
+def zero_sums(sums: cute.Tensor, first_row, worker, workers):
+    """sums[first_row:] = 0, FP32 [T, tiles], by `workers` threads."""
+    for row in cutlass.range(first_row + worker, sums.shape[0], workers, unroll=1):
+        for tile in cutlass.range(sums.shape[1], unroll=1):
+            sums[row, tile] = Float32(0.0)
 
 
 @cute.jit

@@ -1,0 +1,45 @@
+"""How the kernels of a layer share a device: who deals out their tiles, and how many SMs they leave alone. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SCHEDULERS = ("static", "dynamic")
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """scheduler: "static", tiles dealt out before a kernel starts; "dynamic", taken by CTAs as they go, through a
+    counter; None: as `choose_scheduler` says. sm_margin: SMs that every kernel leaves free.
+
+    Errors: ValueError for an unknown scheduler, a negative margin.
+    """
+
+    scheduler: str | None = None
+    sm_margin: int = 0
+
+    def __post_init__(self) -> None:
+        if self.scheduler is not None and self.scheduler not in SCHEDULERS:
+            raise ValueError(f"scheduler must be None or one of {', '.join(SCHEDULERS)}; got {self.scheduler!r}")
+        if self.sm_margin < 0:
+            raise ValueError(f"sm_margin must be at least 0; got {self.sm_margin}")
+
+    def chosen(self) -> tuple[str, str]:
+        """(the scheduler, why)."""
+        return choose_scheduler(self.scheduler, self.sm_margin)
+
+
+ALONE = Sharing()
+"""Nothing runs beside."""
+
+
+def choose_scheduler(asked: str | None, sm_margin: int) -> tuple[str, str]:
+    """(the scheduler, why), if `asked` is what the user said."""
+    if asked is not None:
+        return asked, "it was asked for"
+    if sm_margin > 0:
+        return (
+            "dynamic",
+            "a margin says that something runs beside: if it takes more SMs than that, no tile waits for them",
+        )
+    return "static", "alone on the device neither is faster by more than 1 to 3 %, and static needs no counter"
