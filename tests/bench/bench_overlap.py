@@ -1,7 +1,7 @@
 """The BF16 grouped MLP beside a kernel that moves memory on a few SMs, as communication does: what scheduling is for.
 
-    python -m tests.bench.bench_overlap --csv overlap.csv          # on a GPU
-    python -m tests.bench.bench_overlap --csv overlap.csv --plot docs/overlap.png    # anywhere: draws what is measured
+    python -m tests.bench.bench_overlap --csv docs/overlap.csv                          # on a GPU
+    python -m tests.bench.bench_overlap --csv docs/overlap.csv --plot docs/overlap.png  # anywhere: draws it
 
 Forward and backward of the layer on one stream; on another a copy by so many CTAs (`--ctas`), which take an SM each as
 our kernels leave no room beside them, and which take as long as the layer takes alone. Either starts first. Static
@@ -128,15 +128,16 @@ def plot(rows: list[dict[str, str]], file: Path) -> None:
     figure, axes = plt.subplots(figsize=(9, 4.2))
     for at, row in enumerate(rows):
         for offset, column, colour in ((-0.2, "layer_ms", "tab:blue"), (0.2, "copy_ms", "tab:orange")):
-            axes.bar(at + offset, float(row[column]), 0.38, color=colour)
-        axes.text(at, float(row["both_ms"]) + 0.3, row["both_ms"], ha="center", fontsize=8)
+            height = float(row[column])
+            axes.bar(at + offset, height, 0.38, color=colour)
+            axes.text(at + offset, height + 0.3, f"{height:.1f}", ha="center", fontsize=8)
     axes.axhline(alone["layer alone"], color="tab:blue", linestyle=":", label="layer alone")
     axes.axhline(alone["copy alone"], color="tab:orange", linestyle=":", label="copy alone")
     axes.axhline(sum(alone.values()), color="grey", linestyle=":", label="one after the other")
     axes.set_xticks(range(len(rows)))
     axes.set_xticklabels([f"{r['scheduler']}\nmargin {r['sm_margin']}\n{r['first']} first" for r in rows], fontsize=8)
     axes.set_ylabel("ms until done (layer, copy)")
-    axes.legend(fontsize=8, loc="upper right")
+    axes.legend(fontsize=8, loc="upper left")
     figure.tight_layout()
     figure.savefig(file, dpi=120)
 
