@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cute_kernels import reference
 from cute_kernels.activation import KINDS, Activation
+from cute_kernels.hopper.operands import MOST_ROWS
 from cute_kernels.hopper.rowwise import dact, group_offsets, grouped_dbias, grouped_dscale
 from tests.cases import OFF_TILE, SPLITS, TAIL, Splits
 from tests.compare import assert_as_accurate, assert_bitwise_equal
@@ -58,7 +59,7 @@ def test_offsets_of_a_strided_view(dtype):
 
 def test_offsets_never_wrap():
     sizes = torch.tensor([2**62, 2**62, 2**62, -(2**63), 2**31, 5], device="cuda")
-    top = 2**31 - 1
+    top = MOST_ROWS - 1
     assert group_offsets(sizes, top).tolist() == [0, *[top] * 6]
     many = torch.full((300,), top, dtype=torch.int32, device="cuda")
     assert group_offsets(many, top)[1:].unique().tolist() == [top]
