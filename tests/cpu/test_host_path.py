@@ -209,7 +209,7 @@ def test_operators_are_called_where_something_sees_them(launched: list) -> None:
     assert sum(name.startswith("fusible_ops.grouped_") for name in watch.seen) == 6
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         model(*arguments)
-    assert any(event.name == "fusible_ops::grouped_gemm" for event in profiler.events())
+    assert any(event.name == "fusible_ops::grouped_gemm_act" for event in profiler.events())
     x, splits, probs, _ = arguments
     model(x.detach().as_subclass(Subclass), splits, probs, splits)
     assert len(launched) == 3, "CPU operators run the reference: nothing is launched"
