@@ -116,6 +116,19 @@ SM90_GROUPED_WGRAD = _sm90("grouped_wgrad", "grouped_wgrad", _DTYPE, *_eights("K
 SM90_GROUPED_DBIAS = _sm90("grouped_dbias", "rowwise", _DTYPE, *_eights("N"))
 SM90_GROUPED_DSCALE = _sm90("grouped_dscale", "rowwise", _DTYPE, *_eights("N"))
 
+_FP8_ROWS = "pad the layer's features"  # 16-byte rows of 1-byte elements
+SM90_FP8_QUANTIZE = _sm90("fp8_quantize", "fp8_quantize", _DTYPE, multiple_of("K", 16, fix=_FP8_ROWS))
+SM90_FP8_QUANTIZE_WEIGHT = _sm90(
+    "fp8_quantize_weight",
+    "fp8_quantize",
+    _DTYPE,
+    multiple_of("N", 16, fix=_FP8_ROWS),
+    multiple_of("K", 16, fix=_FP8_ROWS),
+)
+SM90_FP8_GROUPED_WGRAD = _sm90(
+    "fp8_grouped_wgrad", "fp8_wgrad", multiple_of("N", 16, fix=_FP8_ROWS), multiple_of("K", 16, fix=_FP8_ROWS)
+)
+
 # cuDNN Frontend's grouped MLP pairs 32 gate rows with 32 up rows. The row states its limits; the adapter that would
 # launch it does not exist yet, so nothing fuses with it.
 SM100_GROUPED_MLP = Kernel(

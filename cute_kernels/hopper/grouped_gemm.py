@@ -340,13 +340,13 @@ def _run(
     stream = launch.current_stream(x.device)
     base, table = weights[0], None
     if plan.options.separate:
-        base, table = _table(plan.kernel.name, weights, x.device, stream)
+        base, table = distance_table(plan.kernel.name, weights, x.device, stream)
     base = base.mT if plan.transposed else base
     x = x if plan.readable else readable(x)
     launch.kernel(MODULE, plan.options, ARCH)(x, base, table, offsets, counter, epilogue, plan.grid, stream)
 
 
-def _table(name: str, weights: Sequence[Tensor], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+def distance_table(name: str, weights: Sequence[Tensor], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     """(the tensor at the lowest address, int64 [G] distances from it in units of 16 bytes, on the device)."""
     lowest, distances = _distances(name, addresses(weights))
     return weights[lowest], device_table(distances, device, stream, ARCH)
