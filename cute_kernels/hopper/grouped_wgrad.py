@@ -106,7 +106,7 @@ def grouped_wgrad_(
             torch._foreach_zero_(list(out))
         return
     stream = launch.current_stream(x.device)
-    target = _lowest_and_table(out, x.device, stream) if plan.options.separate else (out[0],)
+    target = lowest_and_table(out, x.device, stream) if plan.options.separate else (out[0],)
     if not plan.readable:
         dy, x = readable(dy), readable(x)
     kernel = launch.kernel(MODULE_ADD if accumulate else MODULE, plan.options, ARCH)
@@ -127,7 +127,7 @@ def _plan(
     groups = check_offsets(NAME, offsets, x)
     check_shape(NAME, "x", x, (dy.shape[0], x.shape[-1]), dy, (dy.dtype,))
     rows, columns = dy.shape[1], x.shape[1]
-    _check_out(out, groups, rows, columns, x)
+    check_out(NAME, out, groups, rows, columns, x)
     dynamic = check_counter(NAME, counter, x)
     few = dy.shape[0] <= TILE_TOKENS * groups
     options = _options(
@@ -138,7 +138,7 @@ def _plan(
     return Plan(options, options.config.strip(), grid, is_readable(dy) and is_readable(x))
 
 
-def _lowest_and_table(out: Sequence[Tensor], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+def lowest_and_table(out: Sequence[Tensor], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     """Of separate buffers the one at the lowest address, and all addresses on the device."""
     table = addresses(out)
     return out[table.index(min(table))], device_table(table, device, stream, ARCH)
@@ -164,14 +164,14 @@ def _options(
     return WgradOptions(dtype_name(element), dtype_name(out), config, accumulate, block > 0, separate, dynamic)
 
 
-def _check_out(out: ListFacts, groups: int, rows: int, columns: int, x: TensorFacts) -> None:
+def check_out(name: str, out: ListFacts, groups: int, rows: int, columns: int, x: TensorFacts) -> None:
     """Raises ValueError unless `out` is one stacked tensor or `groups` separate ones, as the kernel writes them."""
     if out.separate and out.length != groups:
-        raise ValueError(f"{NAME}: out has {out.length} tensors, needs one [G, N, K] or {groups} [N, K]")
+        raise ValueError(f"{name}: out has {out.length} tensors, needs one [G, N, K] or {groups} [N, K]")
     dtype = out.kinds[0].dtype
     if dtype not in OUT_DTYPES:
-        raise ValueError(f"{NAME}: out is {dtype_name(dtype)}, needs bfloat16, float16 or float32")
+        raise ValueError(f"{name}: out is {dtype_name(dtype)}, needs bfloat16, float16 or float32")
     for t in out.kinds:
-        check_shape(NAME, "out", t, (rows, columns) if out.separate else (groups, rows, columns), x, (dtype,))
+        check_shape(name, "out", t, (rows, columns) if out.separate else (groups, rows, columns), x, (dtype,))
         if not t.aligned or not t.is_contiguous():
-            raise ValueError(f"{NAME}: out needs to be contiguous and to start at a multiple of {VECTOR_BYTES} bytes")
+            raise ValueError(f"{name}: out needs to be contiguous and to start at a multiple of {VECTOR_BYTES} bytes")

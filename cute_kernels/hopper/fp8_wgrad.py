@@ -1,0 +1,182 @@
+"""dW_g = dŷ_gᵀ x̂_g from transposed E4M3 copies on SM90, into a new tensor or the caller's buffers. Formula:
+`fp8_reference.fp8_grouped_wgrad`.
+
+Shapes: dy_t [N, P] and x_t [K, P] e4m3 with scales [P/128, N or K filled up to a multiple of 4] fp32, as
+`fp8_reference.fp8_quantize` lays them out, contiguous; padded int32 [G+1]; N and K multiples of 16.
+Buffers: as in `grouped_wgrad`.
+Errors: ValueError, before anything is launched, that names the argument and the limit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_kernels import launch
+from cute_kernels.catalog import SM90_FP8_GROUPED_WGRAD
+from cute_kernels.fp8_reference import BLOCK, scales_in_row
+from cute_kernels.hopper.grouped_wgrad import check_out, lowest_and_table
+from cute_kernels.hopper.grouped_wgrad_configs import SLOT_ROW_BYTES, SLOT_ROWS, SMEM_BYTES, STRIP_ROWS, TILE_ROWS
+from cute_kernels.hopper.operands import (
+    KEPT,
+    ListFacts,
+    TensorFacts,
+    check_offsets,
+    check_shape,
+    facts,
+    list_facts,
+    multiprocessors,
+)
+from cute_kernels.limits import dtype_name
+
+MODULE = "cute_kernels.hopper.fp8_wgrad_kernel"
+NAME, ARCH = SM90_FP8_GROUPED_WGRAD.name, SM90_FP8_GROUPED_WGRAD.arch
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Fp8WgradConfig:
+    """Static shape of one kernel.
+
+    columns: of a tile of 128 rows. chunks: of its columns, multiplied and promoted one after the other. buffers: chunks
+    that are in flight. cluster, slots, by_tma: as in `grouped_wgrad_configs.WgradConfig`.
+    """
+
+    columns: int
+    chunks: int
+    buffers: int
+    cluster: int
+    slots: int
+    by_tma: bool
+
+    @property
+    def stages(self) -> int:
+        """The most that fit beside the staging slots and 1 KiB of barriers."""
+        staging = 2 * self.slots * SLOT_ROWS * SLOT_ROW_BYTES
+        return (SMEM_BYTES - staging - 1024) // ((TILE_ROWS + self.columns) * (BLOCK + 4))
+
+    def strip(self) -> int:
+        """Clusters of row tiles in a strip."""
+        return STRIP_ROWS // (TILE_ROWS * self.cluster)
+
+    def grid(self, groups: int, rows: int, columns: int, sms: int) -> int:
+        """CTAs to launch: one an SM, whole clusters, no more than there are tiles."""
+        tiles = groups * -(-rows // (TILE_ROWS * self.cluster)) * -(-columns // self.columns)
+        return max(1, min(sms // self.cluster, tiles)) * self.cluster
+
+
+@dataclass(frozen=True)
+class Fp8WgradOptions:
+    """Static facts of one compiled kernel: as `grouped_wgrad.WgradOptions`."""
+
+    out: str
+    config: Fp8WgradConfig
+    accumulate: bool = False
+    interleaved: bool = False
+    separate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What follows from the facts of all operands. grid: CTAs."""
+
+    options: Fp8WgradOptions
+    strip: int
+    grid: int
+
+
+def choose(rows: int, columns: int, accumulate: bool, block: int) -> Fp8WgradConfig:
+    """The configuration for a gradient [rows, columns]: tiles of the width that multiplies fewer columns.
+
+    block: rows of an interleaved block, 0 for none. Accumulating takes three slots, to fetch old values ahead.
+    """
+    paired = -(-rows // TILE_ROWS) % 2 == 0
+    by_tma = block == 0 or (block % 16 == 0 and rows % 32 == 0)
+    narrow, wide = (-(-columns // width) * width for width in (192, 256))
+    width, chunks = (192, 1) if narrow <= wide else (256, 2)
+    return Fp8WgradConfig(width, chunks, 1, 2 if paired else 1, 3 if accumulate else 1, by_tma)
+
+
+def fp8_grouped_wgrad(
+    dy_t: Tensor,
+    dy_scale_t: Tensor,
+    x_t: Tensor,
+    x_scale_t: Tensor,
+    padded: Tensor,
+    glu_interleave: int = 0,
+    sm_margin: int = 0,
+) -> Tensor:
+    """`fp8_reference.fp8_grouped_wgrad`: [G, N, K] bf16. sm_margin: SMs to leave free."""
+    dw = torch.empty(padded.shape[0] - 1, dy_t.shape[0], x_t.shape[0], dtype=torch.bfloat16, device=x_t.device)
+    fp8_grouped_wgrad_([dw], dy_t, dy_scale_t, x_t, x_scale_t, padded, glu_interleave, sm_margin=sm_margin)
+    return dw
+
+
+def fp8_grouped_wgrad_(
+    out: Sequence[Tensor],
+    dy_t: Tensor,
+    dy_scale_t: Tensor,
+    x_t: Tensor,
+    x_scale_t: Tensor,
+    padded: Tensor,
+    glu_interleave: int = 0,
+    accumulate: bool = False,
+    sm_margin: int = 0,
+) -> None:
+    """`fp8_reference.fp8_grouped_wgrad_`: write into `out`, or add to it. sm_margin: SMs to leave free."""
+    operands = dy_t, dy_scale_t, x_t, x_scale_t, padded
+    plan = _plan(list_facts(out), *map(facts, operands), glu_interleave, accumulate, sm_margin)
+    if dy_t.shape[1] == 0:
+        if not accumulate:
+            torch._foreach_zero_(list(out))
+        return
+    stream = launch.current_stream(x_t.device)
+    target = lowest_and_table(out, x_t.device, stream) if plan.options.separate else (out[0],)
+    kernel = launch.kernel(MODULE, plan.options, ARCH)
+    kernel(*operands, target, max(glu_interleave, 1), plan.strip, plan.grid, stream)
+
+
+@functools.lru_cache(KEPT)
+def _plan(
+    out: ListFacts,
+    dy_t: TensorFacts,
+    dy_scale_t: TensorFacts,
+    x_t: TensorFacts,
+    x_scale_t: TensorFacts,
+    padded: TensorFacts,
+    glu_interleave: int,
+    accumulate: bool,
+    sm_margin: int,
+) -> Plan:
+    groups = check_offsets(NAME, padded, x_t)
+    (rows, tokens), columns = dy_t.shape, x_t.shape[0]
+    expected = (
+        ("dy_t", dy_t, (rows, tokens), E4M3),
+        ("dy_scale_t", dy_scale_t, (tokens // BLOCK, scales_in_row(rows)), torch.float32),
+        ("x_t", x_t, (columns, tokens), E4M3),
+        ("x_scale_t", x_scale_t, (tokens // BLOCK, scales_in_row(columns)), torch.float32),
+    )
+    for letter, t, shape, dtype in expected:
+        check_shape(NAME, letter, t, shape, x_t, (dtype,))
+        if not t.is_contiguous() or not t.aligned:
+            raise ValueError(f"{NAME}: {letter} needs to be contiguous and to start at a multiple of 16 bytes")
+    if tokens % BLOCK:
+        raise ValueError(f"{NAME}: P is {tokens}, needs a multiple of {BLOCK}; fp8_quantize makes such copies")
+    check_out(NAME, out, groups, rows, columns, x_t)
+    options = _options(out.kinds[0].dtype, rows, columns, glu_interleave, accumulate, out.separate)
+    sms = multiprocessors(SM90_FP8_GROUPED_WGRAD, x_t.device, sm_margin, options.config.cluster)
+    return Plan(options, options.config.strip(), options.config.grid(groups, rows, columns, sms))
+
+
+def _options(
+    out: torch.dtype, rows: int, columns: int, block: int, accumulate: bool, separate: bool
+) -> Fp8WgradOptions:
+    SM90_FP8_GROUPED_WGRAD.require(N=rows, K=columns)
+    if block < 0 or (block and rows % (2 * block)):
+        raise ValueError(f"{NAME}: glu_interleave is {block}, needs 0 or a divisor of I = N / 2 (N is {rows})")
+    config = choose(rows, columns, accumulate, block)
+    return Fp8WgradOptions(dtype_name(out), config, accumulate, block > 0, separate)
