@@ -1,4 +1,4 @@
-"""Host time, launches, and the cost of unused rows of the BF16 grouped MLP on one GPU.
+"""Host time and launches of the BF16 grouped MLP on one GPU.
 
     python -m tests.bench.bench_host
 
@@ -7,7 +7,6 @@ idle before each call, and of 20 calls in a row. The floor is an autograd functi
 empty gradients. The split by cause times apart what a call is made of: the floor, the allocation of its results, and
 its launches again with the arguments it gave; what is left is the Python of this library.
 Launches: kernels, copies and memsets that the profiler counts for one forward and one backward.
-Unused rows: a buffer of 32768 rows of which 2048 belong to groups, against one of 2048 rows.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import fusible_ops as ops
 from cute_kernels import launch
-from tests.bench.timing import medians
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 HIDDEN = INTERMEDIATE = 128
@@ -210,35 +208,9 @@ def bench_launches() -> None:
             print(f"    {event[:100]}")
 
 
-def bench_unused_rows() -> None:
-    for hidden, intermediate, groups in ((7168, 2048, 8), (2048, 768, 128)):
-        mlp = make_mlp(groups, hidden, intermediate, stacked=True)
-        splits = torch.full((groups,), 2048 // groups, dtype=torch.int32, device="cuda")
-        calls = {}
-        for rows in (2048, 32768):
-            x = torch.randn(rows, hidden, **BF16, requires_grad=True)
-            probs = torch.rand(rows, device="cuda", requires_grad=True)
-            dy = torch.randn(rows, hidden, **BF16)
-            wanted = [x, probs, *mlp.parameters()]
-
-            def forward(x=x, probs=probs) -> Tensor:
-                return mlp(x, splits, probs, splits)  # noqa: B023
-
-            def both(forward=forward, wanted=wanted, dy=dy) -> object:
-                return torch.autograd.grad(forward(), wanted, dy)
-
-            calls[f"forward {rows}"], calls[f"both {rows}"] = forward, both
-        times = medians(calls)
-        for what in ("forward", "both"):
-            few, many = times[f"{what} 2048"], times[f"{what} 32768"]
-            case = f"H={hidden} I={intermediate} G={groups} {what}"
-            print(f"{case}: {few:.3f} ms, 32768-row buffer {many:.3f} ms, x{many / few:.2f}")
-
-
 if __name__ == "__main__":
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     bench_host_time()
     bench_one_thread()
     bench_causes()
     bench_launches()
-    bench_unused_rows()
