@@ -23,6 +23,7 @@ from cute_kernels.limits import dtype_name
 MODULE = "cute_kernels.hopper.rowwise_kernel"
 ARCH = SM90_DACT.arch
 CHUNK = 256  # rows that one partial sum of grouped_dbias covers; the kernel's constant of that name
+MOST_COUNTERS = 256  # one for each thread of the kernel
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -70,6 +71,8 @@ def group_offsets(split_sizes: Tensor, rows: int) -> Tensor:
 
 def group_offsets_and_counters(split_sizes: Tensor, rows: int, counters: int) -> tuple[Tensor, Tensor]:
     """`reference.group_offsets_and_counters`: int32 [G+1], and so many zeros, at most 256; one launch."""
+    if counters > MOST_COUNTERS:
+        raise ValueError(f"{SM90_GROUP_OFFSETS.name}: counters is {counters}, needs at most {MOST_COUNTERS}")
     zeros = torch.empty(counters, dtype=torch.int32, device=split_sizes.device)
     return _offsets(split_sizes, rows, zeros), zeros
 

@@ -7,6 +7,7 @@ import torch
 
 from cute_kernels.activation import Activation
 from cute_kernels.hopper import grouped_gemm as host
+from cute_kernels.hopper import rowwise
 from cute_kernels.hopper.configs import sms_left
 
 BF16 = torch.bfloat16
@@ -160,3 +161,14 @@ def test_refusals_name_the_argument_and_come_before_any_launch(launched: list, c
     with pytest.raises(ValueError, match=words):
         call()
     assert not launched
+
+
+def test_group_offsets_clear_at_most_256_counters(launched: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rowwise, "multiprocessors", lambda kernel, device: 132)
+    sizes = torch.tensor([3, 0, 6])
+    offsets, zeros = rowwise.group_offsets_and_counters(sizes, 11, 256)
+    ((options, given),) = launched
+    assert options.counts and given[1] is offsets and given[2] is zeros and zeros.shape == (256,)
+    with pytest.raises(ValueError, match="group_offsets: counters is 257, needs at most 256"):
+        rowwise.group_offsets_and_counters(sizes, 11, 257)
+    assert len(launched) == 1
