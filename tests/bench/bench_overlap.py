@@ -1,6 +1,7 @@
 """The BF16 grouped MLP beside a kernel that moves memory on a few SMs, as communication does: what scheduling is for.
 
-    python -m tests.bench.bench_overlap --csv docs/overlap.csv                          # on a GPU
+    python -m tests.bench.bench_overlap                                                 # on a GPU
+    python -m tests.bench.bench_overlap --csv docs/overlap.csv                          # and writes this
     python -m tests.bench.bench_overlap --csv docs/overlap.csv --plot docs/overlap.png  # anywhere: draws it
 
 Forward and backward of the layer on one stream; on another a copy by so many CTAs (`--ctas`), which take an SM each as
@@ -144,21 +145,24 @@ def plot(rows: list[dict[str, str]], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, required=True, help="what is measured; read, not written, with --plot")
+    parser.add_argument("--csv", type=Path, help="file for what is measured; read, not written, with --plot")
     parser.add_argument("--plot", type=Path, help="draw the CSV into this file")
     parser.add_argument("--shape", default="dsv3_ep32", help="one of: " + ", ".join(SHAPES))
     parser.add_argument("--ctas", type=int, default=16, help="CTAs of the copy, and the margin")
     args = parser.parse_args()
+    if args.plot and not args.csv:
+        parser.error("--plot draws what --csv holds: give both")
     if args.plot:
         with args.csv.open(newline="") as file:
             plot(list(csv.DictReader(file)), args.plot)
         return
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.shape}, {args.ctas} CTAs", flush=True)
     rows = measure(args.shape, args.ctas)
-    with args.csv.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+    if args.csv:
+        with args.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
     for row in rows:
         print("  ".join(f"{row[column]!s:>11}" for column in COLUMNS))
 
