@@ -8,7 +8,7 @@
 | gelu, silu, relu | gelu_tanh(x), x·σ(x), max(x, 0) |
 | srelu | max(x, 0)² |
 
-Formulas in `reference.activation_forward` and `reference.activation_backward`.
+Formulas in `activation_reference.activation_forward` and `activation_reference.activation_backward`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The meaning of the FP8 block-scaled kernels in plain PyTorch, built on `quantization`; also their oracle.
+"""The meaning of Hopper's FP8 block-scaled kernels in plain PyTorch, built on `quantization`; also their oracle.
+
+No op uses these functions or kernels yet. What an op means under a recipe is said above this package, in
+`fusible_ops.quantized_linear`.
 
 Recipe: E4M3, FP32 scales for decoding (`x ≈ data · scale`), powers of two unless asked otherwise; blocks of 1x128 along
 the summed dimension for activations and gradients, 128x128 for weights. The rules of scales and rounding are those of

@@ -283,7 +283,8 @@ def are_plain(tensors: Iterable[Any]) -> bool:
 
 
 def entry_points(device: torch.device, plain: bool) -> Any:
-    """Where a caller finds the functions above by name; all take a further argument `plans` (`cute_kernels.facts`).
+    """Where a caller finds the functions above by name; products and weight gradients take a further argument `plans`
+    (`cute_kernels.facts`).
 
     The host functions themselves, which spares each call the dispatcher's 10 to 50 us, or the operators: on a CPU, for
     tensors that are not plain, and while something is to see them: a compiler, a dispatch mode, functorch, a profiler.

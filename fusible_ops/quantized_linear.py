@@ -1,4 +1,8 @@
-"""QuantizedLinear: a linear under a recipe, unfused. The meaning of every fused operation that quantises."""
+"""QuantizedLinear: a linear under a recipe, unfused.
+
+The oracle of fused operations that quantise, under any recipe; there are none yet. Its products are those of
+`quantized_products`; the FP8 kernels on Hopper have an oracle of their own, `cute_kernels.fp8_reference`.
+"""
 
 from __future__ import annotations
 

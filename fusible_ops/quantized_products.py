@@ -1,4 +1,7 @@
-"""The three products of a linear on quantised operands, in plain PyTorch: the meaning of every quantised kernel.
+"""The three products of a linear on quantised operands, in plain PyTorch: what `QuantizedLinear` runs on.
+
+The oracle of a linear's products on `QuantizedTensor`s, in any format. That of the FP8 kernels on Hopper, in their
+layouts, is `cute_kernels.fp8_reference`.
 
 Rows `x`, `dy` are `QuantizedTensor`s `[T, ·]` of groups, weights one `[G, N, K]`. Products multiply the dequantised
 values of the copy that lies along the summed dimension, add up in FP32 and round once.
