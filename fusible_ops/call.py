@@ -155,7 +155,7 @@ def autocast_dtype_on(device: torch.device) -> torch.dtype | None:
     if not torch._C._is_any_autocast_enabled():
         return None
     kind = device.type
-    if torch._C._is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return None
 
@@ -189,7 +189,9 @@ class _Run(torch.autograd.Function):
             )
         saved = list(ctx.saved_tensors)
         ctx.call.check_backward()
-        ctx.maybe_clear_saved_tensors()  # unless the graph is kept
+        clear = getattr(ctx, "maybe_clear_saved_tensors", None)  # unless the graph is kept; torch does not document it
+        if clear is not None:
+            clear()
         with without_autocast(grad_output.device, autocast_dtype_on(grad_output.device)):
             dx, *rest = ctx.call.backward(saved, grad_output)
         return dx, None, *rest
