@@ -91,7 +91,7 @@ class RecipeIs(Guard):
         return f"{words.get('recipe', 'recipe')} is {facts['recipe']}" if facts["recipe"] else "there is no recipe"
 
     def counterexample(self) -> dict[str, object]:
-        return {"recipe": "MXFP8BlockScaling"}
+        return {"recipe": "a recipe that nobody has"}
 
     def __str__(self) -> str:
         return f"the recipe is {self.name}" if self.name else "no quantisation recipe"

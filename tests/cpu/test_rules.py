@@ -10,6 +10,7 @@ from cute_kernels.catalog import KERNELS, Kernel
 from cute_kernels.limits import Limit, multiple_of
 from cute_kernels.target import Target
 from patterns import RULES, Bound, Chain, Match, OpSpec, Refused, Rule, bind, check_rules, plan, slot
+from patterns.guards import recipe_is
 
 IDEAL = {rule.name: Target.named(rule.kernels[0].kernel.arch) for rule in RULES}
 MISSING = {rule.name for rule in RULES if any(bound.kernel.missing for bound in rule.kernels)}
@@ -58,6 +59,12 @@ def test_each_guard_refuses_its_counterexample_and_says_so(rule: Rule, guard: Li
     assert refusal is not None and refusal.stage in ("guard", "recipe")
     assert str(refusal) in unmet(rule, changes)
     assert str(refusal) not in unmet(rule, {})
+
+
+@pytest.mark.parametrize("recipe", [None, "MXFP8BlockScaling", "Float8BlockScaling"])
+def test_a_recipe_s_counterexample_is_none_of_the_recipes(recipe: str | None) -> None:
+    guard = recipe_is(recipe)
+    assert guard.check(guard.counterexample()) is not None
 
 
 @pytest.mark.parametrize(
