@@ -28,7 +28,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# AC9: the backward format is part of the key
+# The backward format is part of the key
 
 
 @pytest.mark.parametrize("recipe", HYBRIDS, ids=lambda recipe: type(recipe).__name__)
@@ -62,7 +62,7 @@ def test_gradients_have_the_right_size(place: Place, recipe: ops.Recipe) -> None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# AC10: sizes that are no multiples of the block
+# Sizes that are no multiples of the block
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_padding_of_scales_is_never_used(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# AC11: rounding, NaN, zeros
+# Rounding, NaN, zeros
 
 
 def test_a_nan_comes_out_and_spoils_nothing_else(place: Place) -> None:
@@ -145,7 +145,7 @@ def test_the_scale_follows_the_fp32_activation(place: Place) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Row 71: expert biases
+# Expert biases
 
 
 def test_bias_gradients_come_from_the_plain_gradient(place: Place) -> None:

@@ -101,7 +101,7 @@ def test_outliers_are_spread() -> None:
 
 
 def test_rotated_operands_give_the_plain_weight_gradient() -> None:
-    """Row 67: two groups of 64 tokens, padded, rotated along the tokens, not quantised."""
+    """Two groups of 64 tokens, padded, rotated along the tokens, not quantised."""
     dy, x = torch.randn(128, 32), torch.randn(128, 48)
     offsets = torch.tensor([0, 64, 128], dtype=torch.int32)
     (dy_padded, padded), (x_padded, _) = pad_groups(dy, offsets), pad_groups(x, offsets)
@@ -128,7 +128,7 @@ def test_only_the_columnwise_copy_is_rotated() -> None:
 
 
 def blocks_with_thirds() -> torch.Tensor:
-    """Row 64: 256 blocks of fifteen 0.3 and one 6.0, whose scale decodes to 1."""
+    """256 blocks of fifteen 0.3 and one 6.0, whose scale decodes to 1."""
     x = torch.full((256, 16), 0.3)
     x[:, 15] = 6.0
     return x

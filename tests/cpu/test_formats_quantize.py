@@ -46,7 +46,7 @@ def block_of(amax: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# AC11
+# Rounding, NaN, zeros
 
 
 @pytest.mark.parametrize("dims", [1, 2])
@@ -164,7 +164,7 @@ def test_fp32_scale_rules() -> None:
 
 
 def test_gradients_in_e5m2_are_read_as_e5m2() -> None:
-    """AC9: a dy whose only non-zero value is 1.0 dequantises to 1.0; the element type is part of the format."""
+    """A dy whose only non-zero value is 1.0 dequantises to 1.0; the element type is part of the format."""
     dy = torch.zeros(128, 128)
     dy[5, 7] = 1.0
     for format in (fp8_block(E5M2), fp8_tensor(E5M2), mxfp8(E5M2), fp8_block(E4M3), mxfp8(E4M3)):
@@ -288,7 +288,7 @@ def test_bad_input_is_refused_with_words(make, message: str) -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(32, 64), (160, 2880), (288, 1856)])
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_storage_round_trip_with_poisoned_padding(format: Format, rows: int, columns: int, columnwise: bool) -> None:
-    """AC10: what the padding holds never matters; when written it is zero."""
+    """What the padding holds never matters; when written it is zero."""
     scale = quantize(values(rows, columns), format, columnwise).scale
     lines = columns if columnwise else rows
     stored = to_storage(scale, format, lines, columnwise)

@@ -105,7 +105,7 @@ CHANGES: dict[str, Callable[[Parameter], None]] = {
 @pytest.mark.parametrize("how", [*CHANGES, "load_state_dict", "load_state_dict(assign)", "another parameter"])
 @pytest.mark.parametrize("between", [None, torch.no_grad, torch.inference_mode])
 def test_never_stale(how: str, between: Callable | None) -> None:
-    """AC12: train, eval, an update that doubles the weights, train: y and dx double exactly."""
+    """Train, eval, an update that doubles the weights, train: y and dx double exactly."""
     model = ops.Sequential(ops.GroupedLinear(2, 32, 24, bias=False, **CPU), ops.Identity())
     x = torch.randn(20, 32).bfloat16()
     before, dx = run(model, x, SIZES).detach(), train(model, x, SIZES)
@@ -165,7 +165,7 @@ def test_recipes_in_turn_do_not_mix() -> None:
 
 @pytest.mark.parametrize("recipe", [BLOCK, Float8CurrentScaling()], ids=lambda recipe: type(recipe).__name__)
 def test_saved_operands_hold_one_direction(recipe: Recipe) -> None:
-    """Row 52: G=2, N=K=256: 131072 bytes of weights and their scales, and x column-wise; nothing in BF16."""
+    """G=2, N=K=256: 131072 bytes of weights and their scales, and x column-wise; nothing in BF16."""
     op = ops.GroupedLinear(2, 256, 256, bias=False, **CPU)
     x, sizes = torch.randn(256, 256).bfloat16().requires_grad_(), torch.tensor([100, 156])
     saved: dict[int, Tensor] = {}
