@@ -90,6 +90,7 @@ class Plans(dict[Callable[..., Any], Any]):
     The keys are the functions that make the plans.
     """
 
+    # Dataclasses refuse a default without a hash, and theirs is `NO_PLANS`.
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def keep(self, planner: Callable[..., T], plan: T) -> T:

@@ -203,10 +203,10 @@ class Unchanged:
 
 @dataclass
 class WeightGrad:
-    """One weight-gradient product, computed when `compute` or `accumulate_into` is called.
+    """One weight-gradient product, computed when `compute` or `write` is called.
 
-    dw_g = dy_gᵀ x_g. kernels: `cute_kernels.reference` or `cute_kernels.ops`. glu_interleave: how the weight's rows
-    lie. For a weight stored [K, N], dy and x have changed places. plans: for products that are alike.
+    dw_g = dy_gᵀ x_g. kernels: from `entry_points`, `reference` or `quantized_products`. glu_interleave: how the
+    weight's rows lie. For a weight stored [K, N], dy and x have changed places. plans: for products that are alike.
     """
 
     kernels: Any

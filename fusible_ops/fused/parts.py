@@ -80,7 +80,7 @@ class GroupedPart:
 
     def __init__(self, op: GroupedLinear, at: int) -> None:
         self.op, self.at = op, at
-        self.in_features, self.out_features = op.in_features, op.out_features
+        self.out_features = op.out_features
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -128,7 +128,7 @@ class DensePart:
 
     def __init__(self, linear: BasicLinear, bias: Bias | None, at: int) -> None:
         self.op, self.bias_op, self.at = linear, bias, at
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.out_features = linear.out_features
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -172,7 +172,7 @@ class DensePart:
                 grads[self.at] = accumulate_main_grads(weights, grad, self.op.label())
             else:
                 grads[self.at] = grad.compute(weights)
-        if self.bias_op is not None and ctxs[self.at + 1].wants[0]:
+        if self.bias_op is not None and self.wants_dbias(ctxs):
             db = kernels.grouped_dbias(dy, offsets, None, glu_interleave) if db is None else db
             grads[self.at + 1] = [db.to(self.bias_op.bias.dtype).squeeze(0)]
 
