@@ -1,11 +1,11 @@
 """Weights in another dtype, as `torch.autocast` asks for them, or quantised: once per update, not once per forward.
 
 A cast (or a quantised copy) is kept and used again while nothing says that its parameters changed. What says so: a
-version counter (changes in place, `load_state_dict`), another storage or place in it (`p.data = ...`), a step of any
-torch optimizer in this process (some write through `p.data`, or from kernels of their own, which no version counter
-sees), and a change between recording gradients and not (weights may be swapped for an evaluation). Not seen is what a
-program itself writes through `p.data` between two forwards of the same kind: write to `p` under `torch.no_grad()`
-instead, or switch keeping off with `torch.autocast(..., cache_enabled=False)`.
+version counter (changes in place, `load_state_dict`), another storage, place or layout in it (`p.data = ...`), a step
+of any torch optimizer in this process (some write through `p.data`, or from kernels of their own, which no version
+counter sees), and a change between recording gradients and not (weights may be swapped for an evaluation). Not seen is
+what a program itself writes, between two forwards of the same kind, through `p.data`, a buffer behind it or NumPy:
+write to `p` under `torch.no_grad()` instead, or switch keeping off with `torch.autocast(..., cache_enabled=False)`.
 
 A CUDA graph holds a cast of its own, since each replay may follow an update that the host does not see. Parameters that
 a graph has read, and all once a graph holds an optimizer step, are cast at every forward from then on.
@@ -66,7 +66,8 @@ _optimizers = _Optimizers()
 def cast(parameters: Sequence[Tensor], form: Hashable, records: bool, make: Callable[[], list[Tensor]]) -> list[Tensor]:
     """`make()`, which gives the parameters in another form, or what it gave before.
 
-    form: what tells it from others: a dtype, or a quantised format and its copies. records: gradients are recorded.
+    form: all that `make` depends on beside the parameters: a dtype, dimensions, a quantised format and its copies, how
+    the parameters are read. records: gradients are recorded.
     """
     first = parameters[0]
     if first.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -96,9 +97,9 @@ def _may_keep(parameters: Sequence[Tensor]) -> bool:
     return torch.is_autocast_cache_enabled() and not any(p.is_inference() for p in parameters)
 
 
-def _place(p: Tensor) -> tuple[int, int, int]:
-    """Where a parameter lies and how often it was changed in place."""
-    return p.untyped_storage()._cdata, p.data_ptr(), p._version
+def _place(p: Tensor) -> tuple[Any, ...]:
+    """Where a parameter lies, how, and how often it was changed in place."""
+    return p.untyped_storage()._cdata, p.data_ptr(), p.shape, p.stride(), p.dtype, p._version
 
 
 _NEVER = _Kept((), (), [])

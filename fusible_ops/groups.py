@@ -21,7 +21,8 @@ def same_values(a: Tensor | None, b: Tensor | None) -> bool:
 
 class Groups(NamedTuple):
     """offsets: int32 [G+1]. splits, version: the split sizes that they were made from, and their version then; None
-    where all rows are one group. A version of -1 is of no tensor that is known.
+    where all rows are one group. A version of -1 is of no tensor that is known, or of one that inference mode made, of
+    which no changes are counted.
     """
 
     offsets: Tensor
@@ -34,7 +35,8 @@ class Groups(NamedTuple):
         if splits is None:
             whole = torch.full((1,), rows, dtype=torch.int32, device=device)
             return Groups(reference.group_offsets(whole, rows), None, 0)
-        return Groups(reference.group_offsets(splits, rows), splits, splits._version)
+        version = -1 if splits.is_inference() else splits._version
+        return Groups(reference.group_offsets(splits, rows), splits, version)
 
     def are(self, other: Groups | None) -> bool:
         """Whether these are surely the other's groups. Never asks the device."""

@@ -110,7 +110,7 @@ class Held:
             values = [p.dequantize(dtype) for p in weights if isinstance(p, QuantizedTensor)]
             return values if values[0].dim() == 3 else [torch.stack(values)]
         if weights[0].dtype is not dtype:
-            return casts.cast(weights, dtype, records, lambda: [_cast(weights, self.weights_packed, 3, dtype)])
+            return casts.cast(weights, (dtype, 3), records, lambda: [_cast(weights, self.weights_packed, 3, dtype)])
         casts.forget(weights)
         if self.weights_packed:
             return [_readable(_whole(weights, 3))]
@@ -126,7 +126,7 @@ class Held:
         if not biases:
             return None
         if biases[0].dtype is not dtype:
-            return casts.cast(biases, dtype, records, lambda: [_cast(biases, self.biases_packed, 2, dtype)])[0]
+            return casts.cast(biases, (dtype, 2), records, lambda: [_cast(biases, self.biases_packed, 2, dtype)])[0]
         casts.forget(biases)
         if self.biases_packed:
             return _whole(biases, 2)
@@ -183,18 +183,27 @@ class Unchanged:
     __slots__ = ("_parameters", "_versions")
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters, self._versions = parameters, list(map(_VERSION, parameters))
+        self._parameters, self._versions = parameters, _versions(parameters)
 
     def check(self, owner: str) -> None:
         """RuntimeError if a parameter is at another version."""
-        if list(map(_VERSION, self._parameters)) == self._versions:
+        versions = _versions(self._parameters)
+        if versions == self._versions:
             return
-        for i, (p, version) in enumerate(zip(self._parameters, self._versions, strict=True)):
-            if p._version != version:
+        for i, (now, version) in enumerate(zip(versions, self._versions, strict=True)):
+            if now != version:
                 raise RuntimeError(
                     f"{owner}: parameter {i} was changed in place between forward and backward (version {version}, now "
-                    f"{p._version}); its gradient would be wrong"
+                    f"{now}); its gradient would be wrong"
                 )
+
+
+def _versions(parameters: Sequence[Tensor]) -> list[int]:
+    """How often each was changed in place; 0 for what inference mode made, of which nothing is counted."""
+    try:
+        return list(map(_VERSION, parameters))
+    except RuntimeError:
+        return [0 if p.is_inference() else p._version for p in parameters]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

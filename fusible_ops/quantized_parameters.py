@@ -35,7 +35,7 @@ def as_quantized(
         plain = _plain(parameters).to(dtype)
         return [quantizer.matrices(plain.mT if held.transposed else plain, True, columnwise)]
 
-    form = (quantizer.format, columnwise, dtype)
+    form = (quantizer.format, columnwise, dtype, held.transposed)
     (made,) = make() if quantizer.scales is not None else casts.cast(parameters, form, records, make)
     assert isinstance(made, QuantizedTensor)
     return made

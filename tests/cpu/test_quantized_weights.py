@@ -150,6 +150,59 @@ def test_two_sequentials_that_share_a_weight() -> None:
     assert_bitwise_equal(train(second, x, SIZES), dx * 2, "dx of the second")
 
 
+@pytest.mark.parametrize("features", [(32, 24), (32, 32)], ids=str)
+def test_linears_that_read_one_weight_in_two_ways(features: tuple[int, int]) -> None:
+    """A normal and a transposed linear share it: each its own copy, under a recipe and under torch's autocast."""
+    a = ops.GroupedLinear(2, *features, bias=False, **CPU)
+    b = ops.GroupedLinear(2, *features[::-1], bias=False, transposed_weight=True, **CPU)
+    for g in range(2):
+        setattr(b, f"weight{g}", getattr(a, f"weight{g}"))
+    alone = [copy.deepcopy(op) for op in (a, b)]
+    for mode in (lambda: autocast(recipe=BLOCK), lambda: torch.autocast("cpu", dtype=torch.float16)):
+        for op, other in zip((a, b, a), (*alone, alone[0]), strict=True):
+            x = torch.randn(20, op.in_features).bfloat16()
+            with mode():
+                assert_bitwise_equal(op(x, SIZES).detach(), other(x, SIZES).detach(), "y")
+
+
+@pytest.mark.parametrize("mode", ["recipe", "torch"])
+def test_a_weight_that_is_laid_out_anew(mode: str) -> None:
+    op, x = ops.Linear(32, 32, bias=False, device="cpu", dtype=torch.float32), torch.randn(20, 32)
+    (w,) = op.parameters()
+    for _ in range(2):
+        with autocast(recipe=BLOCK) if mode == "recipe" else torch.autocast("cpu", dtype=torch.bfloat16):
+            assert_bitwise_equal(op(x).detach(), copy.deepcopy(op)(x).detach(), "y")
+        w.data = w.data.t()
+
+
+@recipes
+def test_all_of_it_in_inference_mode(recipe: Recipe) -> None:
+    """Split sizes and models that inference mode made have no version counter; results are those of no_grad."""
+    op, x = ops.GroupedLinear(2, 32, 24, **CPU), torch.randn(20, 32).bfloat16()
+    model = ops.Sequential(ops.Quantize(), op, ops.SwiGLU(), ops.GroupedLinear(2, 12, 8, **CPU))
+    with torch.no_grad():
+        want = run(copy.deepcopy(model), x, SIZES, SIZES, recipe=recipe)
+    with torch.inference_mode():
+        sizes, there = SIZES.clone(), copy.deepcopy(model)
+        assert_bitwise_equal(run(there, x.clone(), sizes, sizes, recipe=recipe), want, "in inference mode")
+        sizes.copy_(torch.tensor([15, 5]))
+        got = run(there, x.clone(), sizes, sizes)
+    other = torch.tensor([15, 5])
+    with torch.no_grad():
+        assert_bitwise_equal(got, run(copy.deepcopy(model), x, other, other), "other splits")
+        assert_bitwise_equal(run(there, x, SIZES, SIZES), run(model, x, SIZES, SIZES), "made in it, called out of it")
+
+
+@recipes
+def test_gradients_of_a_model_that_inference_mode_made(recipe: Recipe) -> None:
+    op, x = ops.GroupedLinear(2, 32, 24, **CPU), torch.randn(20, 32).bfloat16()
+    with torch.inference_mode():
+        there = copy.deepcopy(op)
+    assert_bitwise_equal(train(there, x, SIZES, recipe=recipe), train(op, x, SIZES, recipe=recipe), "dx")
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        there(x.requires_grad_(), SIZES)
+
+
 def test_recipes_in_turn_do_not_mix() -> None:
     op, x = ops.GroupedLinear(2, 32, 24, **CPU), torch.randn(20, 32).bfloat16()
     want = [run(copy.deepcopy(op), x, SIZES, recipe=recipe).detach() for recipe in RECIPES]
