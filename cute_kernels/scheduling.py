@@ -12,7 +12,7 @@ class Sharing:
     """scheduler: "static", tiles dealt out before a kernel starts; "dynamic", taken by CTAs as they go, through a
     counter; None: as `choose_scheduler` says. sm_margin: SMs that every kernel leaves free.
 
-    Errors: ValueError for an unknown scheduler, a negative margin.
+    Errors: ValueError for an unknown scheduler, a negative margin; TypeError for a margin that is no int.
     """
 
     scheduler: str | None = None
@@ -21,6 +21,8 @@ class Sharing:
     def __post_init__(self) -> None:
         if self.scheduler is not None and self.scheduler not in SCHEDULERS:
             raise ValueError(f"scheduler must be None or one of {', '.join(SCHEDULERS)}; got {self.scheduler!r}")
+        if not isinstance(self.sm_margin, int) or isinstance(self.sm_margin, bool):
+            raise TypeError(f"sm_margin must be an int of at least 0; got {self.sm_margin!r}")
         if self.sm_margin < 0:
             raise ValueError(f"sm_margin must be at least 0; got {self.sm_margin}")
 

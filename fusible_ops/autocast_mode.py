@@ -100,6 +100,7 @@ class autocast:
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
+        _check_enabled("autocast", enabled)
         if calibrating:
             raise NotImplementedError("autocast: calibrating=True is not supported; run the recipe itself instead")
         self._recipe = _checked(recipe) if enabled else None
@@ -133,12 +134,19 @@ def quantized_model_init(
     them, `weight.clear_high_precision_init_val()` drops them.
     """
     global _model_init
+    _check_enabled("quantized_model_init", enabled)
     outer = _model_init
     _model_init = ModelInit(_checked(recipe), preserve_high_precision_init_val) if enabled else None
     try:
         yield
     finally:
         _model_init = outer
+
+
+def _check_enabled(owner: str, enabled: object) -> None:
+    """TypeError unless it is a bool: a recipe that is given by position would only switch on the default one."""
+    if not isinstance(enabled, bool):
+        raise TypeError(f"{owner}: enabled must be a bool, got {enabled!r}; a recipe is given by name: recipe=...")
 
 
 def _checked(recipe: Recipe | None) -> Recipe:

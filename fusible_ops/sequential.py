@@ -44,7 +44,7 @@ class Sequential(nn.Module):
 
     Errors: ValueError for missing or surplus extra inputs, for widths that do not chain (naming the two ops), for an
     unknown on_unfused or scheduler, for a margin that is negative or, at the first call, leaves no SM; TypeError for a
-    rule set that is no tuple of rules.
+    rule set that is no tuple of rules, a margin that is no int.
     Source: the interface is that of transformer_engine.pytorch.ops.Sequential (2.20).
     """
 
@@ -142,7 +142,7 @@ class Sequential(nn.Module):
         if name == "on_unfused" and value not in ON_UNFUSED:
             raise ValueError(f"on_unfused must be one of {', '.join(ON_UNFUSED)}; got {value!r}")
         if name in ("scheduler", "sm_margin"):
-            Sharing(**{name: value})  # raises ValueError
+            Sharing(**{name: value})  # raises ValueError, TypeError
         super().__setattr__(name, value)
         if isinstance(value, nn.Module) or name in OPTIONS:
             self._module_groups = None

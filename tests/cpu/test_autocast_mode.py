@@ -91,6 +91,14 @@ def test_a_recipe_is_a_recipe(make) -> None:
         make()
 
 
+@pytest.mark.parametrize("make", [autocast, lambda enabled: quantized_model_init(enabled).__enter__()])
+@pytest.mark.parametrize("enabled", [Float8BlockScaling(), None, "no", 1])
+def test_enabled_is_a_bool(make, enabled) -> None:
+    """A recipe given by position would be lost."""
+    with pytest.raises(TypeError, match=r"enabled must be a bool, got .*; a recipe is given by name: recipe="):
+        make(enabled)
+
+
 def test_calibrating_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="calibrating=True is not supported"):
         autocast(enabled=False, calibrating=True)

@@ -43,6 +43,16 @@ def test_what_they_may_be(facts: dict[str, Any]) -> None:
     assert (model.scheduler, model.sm_margin) == (None, 0)
 
 
+@pytest.mark.parametrize("margin", [1.5, "2", None, True, torch.tensor(2), [1]], ids=str)
+def test_a_margin_is_an_int(margin: Any) -> None:
+    with pytest.raises(TypeError, match="sm_margin must be an int of at least 0; got"):
+        ops.Sequential(ops.SwiGLU(), sm_margin=margin)
+    model = ops.Sequential(ops.SwiGLU())
+    with pytest.raises(TypeError, match="sm_margin must be an int of at least 0; got"):
+        model.sm_margin = margin
+    assert model.sm_margin == 0
+
+
 def test_a_sequential_keeps_them() -> None:
     model = FULL.build(SPLITS, "cpu", torch.float32, scheduler="dynamic", sm_margin=16)
     others = [model[:2], model + [ops.SwiGLU()], copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
