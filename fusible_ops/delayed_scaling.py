@@ -63,6 +63,11 @@ class DelayedScales:
             older = self.amax_history.new_zeros(recipe.amax_history_len - length, tensors)
             self.amax_history = torch.cat([self.amax_history[:1], older, self.amax_history[1:]])
 
+    def take(self, other: DelayedScales) -> None:
+        """Go on from what another has come to, on the device where this is."""
+        device = self.scale.device
+        self.scale, self.amax_history = other.scale.to(device), other.amax_history.to(device)
+
     def note(self, amax: Tensor, tensors: slice) -> None:
         """Keep the larger of what this step has seen and `amax`, FP32 [tensors]; NaN is ignored."""
         row = self.amax_history[0, tensors]

@@ -19,7 +19,7 @@ from fusible_ops import checks
 from fusible_ops.autocast_mode import current_model_init
 from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
 from fusible_ops.parameters import Held, Unchanged, WeightGrad, accumulate_main_grads, main_grads, pack_
-from fusible_ops.quantized_parameters import hold_quantized, new_values, pack_quantized_
+from fusible_ops.quantized_parameters import check_alike, hold_quantized, new_values, pack_quantized_, tie_quantizers
 from fusible_ops.quantized_tensor import QuantizedTensor
 from patterns.chain import OpSpec
 
@@ -175,7 +175,7 @@ class GroupedLinear(BasicOperation):
         return self.first_weight.dtype
 
     def _pack(self) -> None:
-        if isinstance(self.first_weight, QuantizedTensor):
+        if any(isinstance(p, QuantizedTensor) for p in self.weight_parameters()):
             pack_quantized_(self.weight_parameters())
         elif not self.single_grouped_weight:
             pack_(self.weight_parameters())
@@ -194,6 +194,7 @@ class GroupedLinear(BasicOperation):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._pack()
+        tie_quantizers(self, self._weight_keys, self._model_init)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes either layout, `weight{i}` or one `weight`, whichever this op itself has."""
@@ -204,6 +205,7 @@ class GroupedLinear(BasicOperation):
             elif not single and getattr(state_dict.get(f"{prefix}{name}"), "shape", [None])[0] == self.num_groups:
                 state_dict.update(zip(keys, state_dict.pop(f"{prefix}{name}").unbind(0), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
+        tie_quantizers(self, self._weight_keys, self._model_init)
 
     def extra_repr(self) -> str:
         return (
@@ -257,6 +259,7 @@ class GroupedLinear(BasicOperation):
     def check_parameters(self, held: Held, owner: str) -> None:
         first_of = slice(1 if held.is_packed else None)  # those that are packed are alike: the first speaks for all
         checks.alike(owner, held.weights[first_of], held.biases[first_of])
+        check_alike(held.weights, held.transposed, owner)
 
     def check_wants(self, held: Held, wants: Sequence[bool], owner: str) -> None:
         checks.alike(owner, held.weights, held.biases)

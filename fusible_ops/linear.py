@@ -18,7 +18,7 @@ from fusible_ops import checks
 from fusible_ops.autocast_mode import current_model_init
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, ParamGrads
 from fusible_ops.parameters import Held, WeightGrad, accumulate_main_grads, main_grads
-from fusible_ops.quantized_parameters import hold_quantized, new_values
+from fusible_ops.quantized_parameters import hold_quantized, new_values, tie_quantizers
 from patterns.chain import OpSpec
 
 
@@ -115,6 +115,14 @@ class BasicLinear(BasicOperation):
         checks.float_input(owner, x)
         checks.last_dimension(owner, x, self.in_features)
         checks.same_device(owner, "the input", x, self.weight.device)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        tie_quantizers(self, ["weight"], self._model_init)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        tie_quantizers(self, ["weight"], self._model_init)
 
     def hold(self, owner: str) -> Held:
         if "weight" not in self._parameters:

@@ -280,7 +280,11 @@ class BasicOperation(FusibleOperation):
                 "scales have moved on since; use another recipe there"
             )
         autocast_mode.use_in_forward(scales)
-        return Quantizer(format, scales, first=int(role == "weight"), step=min(count, 2))  # input, weight, input, …
+        return self.forward_quantizer(format, role, scales)
+
+    def forward_quantizer(self, format: Format, role: str, scales: DelayedScales) -> Quantizer:
+        """How an operand of forward is quantised under delayed scaling; the scales are of input, weight, input, …"""
+        return Quantizer(format, scales, first=int(role == "weight"), step=min(self.num_quantizers("forward"), 2))
 
     def get_extra_state(self) -> Tensor:
         return saved_scales(self._scales)
@@ -288,7 +292,11 @@ class BasicOperation(FusibleOperation):
     def set_extra_state(self, state: Tensor | None) -> None:
         if state is not None and state.numel():
             counts = {mode: self.num_quantizers(mode) for mode in ("forward", "backward")}
-            self._scales = loaded_scales(state, counts, self.label())
+            for mode, loaded in loaded_scales(state, counts, self.label()).items():
+                if mode in self._scales:
+                    self._scales[mode].take(loaded)  # weights that are held quantised know the object
+                else:
+                    self._scales[mode] = loaded
 
 
 class FusedOperation(FusibleOperation):

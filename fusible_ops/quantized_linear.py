@@ -69,7 +69,7 @@ class QuantizedLinear(FusedOperation):
         override = recipe.backward_override
         x_quantizer, w_quantizer = (op.quantizer(recipe, role, device) for role in ("input", "weight"))
         x = operand(input_, x_quantizer, groups, dtype, columnwise=trains and override is None)
-        weights = as_quantized(ctx.held, w_quantizer, passes and override is None, records, dtype)
+        weights = as_quantized(ctx.held, w_quantizer, passes and override is None, records, dtype, ctx.owner)
         bias, scales = self.fc.bias(basic_op_ctxs, dtype, records), self.fc.scales(extras)
         rows = None if scales is None else scales.reshape(-1)
         y = quantized_products.grouped_gemm(x, weights, groups.offsets, dtype, bias, rows)

@@ -17,18 +17,23 @@ from fusible_ops.op import BasicOperation
 from fusible_ops.parameters import Held, are_packed
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.quantizer import Quantizer
+from fusible_ops.recipe import DelayedScaling
 
 
 def as_quantized(
-    held: Held, quantizer: Quantizer, columnwise: bool, records: bool, dtype: torch.dtype
+    held: Held, quantizer: Quantizer, columnwise: bool, records: bool, dtype: torch.dtype, owner: str
 ) -> QuantizedTensor:
     """The weights as one quantised `[G, N, K]`: row-wise, and column-wise if asked for.
 
     Plain parameters are quantised from their values in `dtype`, once per update (see `casts`), under delayed scaling
-    at every forward; quantised ones are taken as they are. records: whether gradients are recorded.
+    at every forward; quantised ones are taken as they are. records: whether gradients are recorded. owner: how an
+    error calls the op. Raises as `check_alike` does: formats are no facts of tensors, so it may not have been asked.
     """
     parameters = held.weights
     if isinstance(parameters[0], QuantizedTensor):
+        if not _alike(parameters):
+            check_alike(parameters, held.transposed, owner)
+            parameters = [q.with_usage(True, columnwise) for q in parameters]  # type: ignore[attr-defined]
         return stacked(parameters).with_usage(True, columnwise)
 
     def make() -> list[Tensor]:
@@ -51,8 +56,30 @@ def _plain(parameters: Sequence[Tensor]) -> Tensor:
     return torch.stack([p.detach() for p in parameters])
 
 
+def _alike(parameters: Sequence[Tensor]) -> bool:
+    """Whether all are quantised, in one format and with the same copies."""
+    if not all(isinstance(p, QuantizedTensor) for p in parameters):
+        return False
+    held = [(q.format, q.rowwise is None, q.columnwise is None) for q in parameters]  # type: ignore[attr-defined]
+    return held.count(held[0]) == len(held)
+
+
+def check_alike(parameters: Sequence[Tensor], transposed: bool, owner: str) -> None:
+    """RuntimeError unless a linear's weights are all plain, or all quantised in one format and not transposed."""
+    held = [p.format if isinstance(p, QuantizedTensor) else None for p in parameters]
+    first = held[0]
+    for i, format in enumerate(held):
+        if format != first:
+            a, b = (str(f) if f else "in high precision" for f in (format, first))
+            raise RuntimeError(
+                f"{owner}: weight {i} is {a}, weight 0 is {b}; all weights of an op must be held in one format"
+            )
+    if transposed and first is not None:
+        raise RuntimeError(f"{owner}: transposed_weight=True needs weights in high precision; weight 0 is {first}")
+
+
 def stacked(parameters: Sequence[Tensor]) -> QuantizedTensor:
-    """Quantised matrices `[N, K]` as one `[G, N, K]`; the bytes are copied only if they lie apart."""
+    """Quantised matrices `[N, K]`, held alike, as one `[G, N, K]`; the bytes are copied only if they lie apart."""
     held: list[QuantizedTensor] = list(parameters)  # type: ignore[arg-type]
     first = held[0]
     if len(held) == 1 and first.dim() == 3:
@@ -84,8 +111,8 @@ def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def pack_quantized_(parameters: Sequence[Tensor]) -> None:
-    """Move the bytes of quantised matrices into common buffers, so that `stacked` copies nothing."""
-    if parameters[0].dim() == 3:
+    """Move the bytes of quantised matrices into common buffers, so that `stacked` copies nothing, if they are alike."""
+    if parameters[0].dim() == 3 or not _alike(parameters):
         return
     whole = stacked(parameters)
     for i, p in enumerate(parameters):
@@ -134,15 +161,25 @@ def hold_quantized(op: BasicOperation, keys: Sequence[str], made: ModelInit | No
         copies = whole.rowwise, whole.columnwise
         if p.dim() == 2:
             copies = _matrix(whole.rowwise, i), _matrix(whole.columnwise, i)
-        held = QuantizedTensor(p.shape, p.dtype, whole.format, *copies, quantizer=_own(quantizer, i, len(keys)))
+        held = QuantizedTensor(p.shape, p.dtype, whole.format, *copies)
         parameter = Parameter(held, p.requires_grad)
         if made.preserve_high_precision_init_val:
             parameter.high_precision_init_val = p.detach().cpu().clone()  # type: ignore[attr-defined]
         op._parameters[key] = parameter
+    tie_quantizers(op, keys, made)
 
 
-def _own(quantizer: Quantizer, index: int, count: int) -> Quantizer | None:
-    """What quantises one of `count` weights anew when it is changed in place; None if its format says all."""
-    if quantizer.scales is None:
-        return None
-    return replace(quantizer, first=quantizer.first + index * quantizer.step, step=quantizer.step * count)
+def tie_quantizers(op: BasicOperation, keys: Sequence[str], made: ModelInit | None) -> None:
+    """Have an op's weights that `hold_quantized` made quantise themselves with the op's own delayed scales.
+
+    To be called wherever weights or scales came from elsewhere: a copy, a pickle, `load_state_dict(assign=True)`.
+    """
+    if made is None or not (isinstance(made.recipe, DelayedScaling) and "forward" in op._scales):
+        return
+    quantizer = op.forward_quantizer(made.recipe.operand_format("weight"), "weight", op._scales["forward"])
+    for i, key in enumerate(keys):
+        p = op._parameters.get(key)
+        if isinstance(p, QuantizedTensor):
+            p.quantizer = replace(
+                quantizer, first=quantizer.first + i * quantizer.step, step=quantizer.step * len(keys)
+            )
