@@ -59,13 +59,24 @@ class Format(enum.Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """use_split_accumulator: whether a product adds up in FP32. Ours always do."""
+    """use_split_accumulator: whether a product adds up in FP32. Ours always do. ValueError unless it is a bool."""
 
     use_split_accumulator: bool = True
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.use_split_accumulator, bool):
+            raise ValueError(f"MMParams: use_split_accumulator is {self.use_split_accumulator!r}, needs a bool")
 
+
+MOST_MARGIN = 127  # 2^127 is the largest power of two in FP32
+_FLAGS = ("reduce_amax", "use_power_2_scales", "use_f32_scales", "fp8_dpa", "fp8_mha")
 _FAST = MMParams(use_split_accumulator=False)
 _SPLIT = MMParams(use_split_accumulator=True)
+
+
+def _is_number(value: object, kind: type | tuple[type, ...] = (int, float)) -> bool:
+    """Whether it is one of that kind; a bool is none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 class Recipe:
@@ -79,6 +90,11 @@ class Recipe:
     backward_override: str | None
 
     def __post_init__(self) -> None:
+        for field, value in self.__getstate__().items():
+            if field.startswith("fp8_gemm_") and not isinstance(value, MMParams):
+                self._refuse(field, value, "an MMParams")
+            if field in _FLAGS and not isinstance(value, bool):
+                self._refuse(field, value, "a bool")
         if self.fp8_format not in (Format.E4M3, Format.HYBRID):
             self._refuse("fp8_format", self.fp8_format, "Format.E4M3 or Format.HYBRID: E5M2 is too coarse for forward")
         if self.backward_override not in BACKWARD_OVERRIDES:
@@ -146,10 +162,14 @@ class DelayedScaling(Recipe):
         super().__post_init__()
         if self.backward_override is not None:
             self._refuse("backward_override", self.backward_override, "None")
-        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
+        if not _is_number(self.margin) or not abs(self.margin) <= MOST_MARGIN:
+            self._refuse("margin", self.margin, f"a number from -{MOST_MARGIN} to {MOST_MARGIN}")
+        if not _is_number(self.amax_history_len, int) or self.amax_history_len < 1:
             self._refuse("amax_history_len", self.amax_history_len, "an int of at least 1")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
             self._refuse("amax_compute_algo", self.amax_compute_algo, "'max', 'most_recent' or a function")
+        if not (self.scaling_factor_compute_algo is None or callable(self.scaling_factor_compute_algo)):
+            self._refuse("scaling_factor_compute_algo", self.scaling_factor_compute_algo, "None or a function")
 
     def _format(self, role: str, element: formats.Element) -> formats.Format:
         return formats.fp8_tensor(element)
@@ -201,7 +221,7 @@ class Float8BlockScaling(Recipe):
         super().__post_init__()
         dims = {f"{who}_block_scaling_dim": getattr(self, f"{who}_block_scaling_dim") for who in ("x", "w", "grad")}
         for field, dim in dims.items():
-            if dim not in (1, 2):
+            if not _is_number(dim, int) or dim not in (1, 2):
                 self._refuse(field, dim, "1 (1x128) or 2 (128x128)")
         square = [field for field, dim in dims.items() if dim == 2]
         if len(square) > 1:
