@@ -31,55 +31,35 @@ import cutlass.memory
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float8E4M3FN, Float32, Int16, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.tensor_utils import LayoutEnum
 
-from cute_kernels.hopper.grouped_wgrad_configs import SLOT_ROW_BYTES, TILE_ROWS
-from cute_kernels.hopper.wgrad_operands import TYPES, anew
+from cute_kernels.hopper.wgrad_operands import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    THREADS,
+    TILE_M,
+    WARPS,
+    anew,
+)
+from cute_kernels.hopper.wgrad_results import AddedResults, Target, Tile, fake_results
 
-TILE_M, BLOCK = TILE_ROWS, 128
-THREADS, WARPS, TEAMS = 384, 4, 2  # of a CTA; of a warpgroup; warpgroups that multiply
+BLOCK, TEAMS = 128, 2  # tokens with one scale; warpgroups that multiply
 K_STEP = 32  # tokens of one WGMMA
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-VECTOR_BYTES = 16  # what a lane copies at once
-LANES = SLOT_ROW_BYTES // VECTOR_BYTES  # that copy a row together
-STEPS = 16 * LANES // 32  # in which a warp copies 16 rows
-UNITS, FAR_UNITS = 1 << 30, 1 << 10  # of 16 bytes in two dimensions that reach separate outputs
 
 
 class Walk(NamedTuple):
     """What a role needs to find its tiles: group ends, the gradient's shape, the strip, this cluster, their number, and
     this CTA's place in its cluster."""
 
-    padded: Any
+    offsets: Any
     rows: Any
     cols: Any
     strip: Any
     first: Any
     step: Any
     rank: Any
-
-
-class Tile(NamedTuple):
-    """A tile of one group's gradient, by its first row and column."""
-
-    group: Any
-    row: Any
-    col: Any
-
-
-class Target(NamedTuple):
-    """Where results go.
-
-    out: (stacked buffer,) or (lowest of separate ones, their addresses). atom, tensor: for TMA, or None.
-    block: rows of an interleaved block.
-    """
-
-    out: Any
-    atom: Any
-    tensor: Any
-    block: Any
 
 
 class Source(NamedTuple):
@@ -105,23 +85,16 @@ class Scales(NamedTuple):
     columns: Any
 
 
-class Fp8WgradSm90:
+class Fp8WgradSm90(AddedResults):
     """Static facts -> the kernel; see the module's text."""
 
     def __init__(self, options):
+        super().__init__(options)
         config = options.config
-        self.cluster, self.stages, self.slots = config.cluster, config.stages, config.slots
-        self.by_tma = config.by_tma
         self.tile_n, self.chunks, self.buffers = config.columns, config.chunks, config.buffers
         self.element = Float8E4M3FN
-        self.out = TYPES[options.out]
         self.accumulate = options.accumulate
-        self.interleaved = options.interleaved
-        self.separate = options.separate
-        self.out_bytes = self.out.width // 8
-        self.staged_cols = SLOT_ROW_BYTES // self.out_bytes
         self.pieces = self.tile_n // self.staged_cols
-        self.vector = VECTOR_BYTES // self.out_bytes
 
     @cute.jit
     def __call__(
@@ -151,11 +124,8 @@ class Fp8WgradSm90:
             *self.make_scale_source(load, dy_scale, dy.shape[0], TILE_M),
             *self.make_scale_source(load, x_scale, x.shape[0], self.tile_n),
         )
-        lines = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.out)
-        staged_layout = cute.tile_to_shape(lines, (64, self.staged_cols, TEAMS * self.slots), (0, 1, 2))
-        sink = (None, None)
-        if const_expr(self.by_tma):
-            sink = self.make_sink(out[0], lines)
+        lines, staged_layout = self.make_staging()
+        sink = self.make_sink(out[0], lines)
 
         @cute.struct
         class Storage:
@@ -175,22 +145,6 @@ class Fp8WgradSm90:
             min_blocks_per_mp=1,
             stream=stream,
         )
-
-    def make_sink(self, out, lines):
-        """(TMA atom, coordinates) that store boxes of 16 staged rows, clipped at N and K.
-
-        Coordinates: row, column, then the group; or, of separate tensors, two of the distance to the lowest.
-        """
-        rows, cols = out.shape[-2], out.shape[-1]
-        step = VECTOR_BYTES // self.out_bytes
-        shape: tuple[Any, ...] = (rows, cols, UNITS, FAR_UNITS)
-        stride: tuple[Any, ...] = (Int64(cols), 1, step, UNITS * step)
-        if const_expr(not self.separate):
-            shape, stride = (rows, cols, out.shape[0]), (Int64(cols), 1, Int64(rows) * cols)
-        box = (16, self.staged_cols)
-        staged = cute.tile_to_shape(lines, box, (0, 1))
-        view = cute.make_tensor(out.iterator, cute.make_layout(shape, stride=stride))
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), view, staged, box)
 
     def make_scale_source(self, load, scale, count, width: int):
         """(TMA atom, coordinates) for the scales of `width` rows of one block; those past `count` are not read."""
@@ -256,35 +210,6 @@ class Fp8WgradSm90:
             target = Target(out, out_atom, out_tma, block)
             self.consume(a, b, scales, ring, staged, target, walk, team, thread % 128)
 
-    @cute.jit
-    def row_units(self, walk: Walk):
-        """Row tiles, a cluster's together."""
-        return (walk.rows + self.cluster * TILE_M - 1) // (self.cluster * TILE_M)
-
-    @cute.jit
-    def tiles_of_group(self, walk: Walk):
-        """Tiles of one group, a cluster's together."""
-        return self.row_units(walk) * ((walk.cols + self.tile_n - 1) // self.tile_n)
-
-    @cute.jit
-    def tiles(self, walk: Walk):
-        """Tiles of all groups, a cluster's together."""
-        return self.tiles_of_group(walk) * (walk.padded.shape[0] - 1)
-
-    @cute.jit
-    def place(self, walk: Walk, index):
-        """The tile with this index: strips of `strip` row units; in a strip column after column, rows fastest."""
-        tiles = self.tiles_of_group(walk)
-        group = index // tiles
-        units = self.row_units(walk)
-        local = (index - group * tiles + group * units) % tiles
-        strip = local // (walk.strip * (tiles // units))
-        local -= strip * walk.strip * (tiles // units)
-        height = cutlass.min(units - strip * walk.strip, walk.strip)
-        col = local // height
-        unit = strip * walk.strip + local - col * height
-        return Tile(group, (unit * self.cluster + walk.rank) * TILE_M, col * self.tile_n)
-
     def partition(self, source: Source, shared, tiles):
         return cpasync.tma_partition(
             source.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
@@ -297,8 +222,8 @@ class Fp8WgradSm90:
         a_source, b_source, as_source, bs_source = sources
         for index in cutlass.range(walk.first, self.tiles(walk), walk.step, unroll=1):
             tile = self.place(walk, index)
-            begin = walk.padded[tile.group] // BLOCK
-            blocks = walk.padded[tile.group + 1] // BLOCK - begin
+            begin = walk.offsets[tile.group] // BLOCK
+            blocks = walk.offsets[tile.group + 1] // BLOCK - begin
             box_rows = const_expr(self.tile_n // self.cluster)
             a_all = cute.domain_offset((tile.row, begin * BLOCK), a_source.tensor)
             b_all = cute.domain_offset((tile.col + walk.rank * box_rows, begin * BLOCK), b_source.tensor)
@@ -337,7 +262,7 @@ class Fp8WgradSm90:
         for index in cutlass.range(walk.first, self.tiles(walk), walk.step, unroll=1):
             tile = self.place(walk, index)
             tile = tile._replace(row=tile.row + team * 64)
-            blocks = (walk.padded[tile.group + 1] - walk.padded[tile.group]) // BLOCK
+            blocks = (walk.offsets[tile.group + 1] - walk.offsets[tile.group]) // BLOCK
             if const_expr(self.accumulate):  # noqa: SIM102 (traced, then run)
                 if blocks > 0:
                     self.fetch_first(slots, target, walk, tile, thread)
@@ -409,7 +334,7 @@ class Fp8WgradSm90:
         """Round, stage and send a warpgroup's tile; every warp by itself, 16 rows of some columns at a time."""
         values = 64 * self.staged_cols // 128
         lag = 1 if self.by_tma else 0
-        lines = self.lines(target, walk, tile, thread)
+        lines = self.lines(target, walk, tile.row, thread)
         for piece in range_constexpr(self.pieces):
             if const_expr(self.accumulate):
                 thread = anew(thread)
@@ -430,7 +355,8 @@ class Fp8WgradSm90:
                     cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
                 if const_expr(self.by_tma):
-                    self.send(slot, target, walk, tile.group, row, col, thread)
+                    whole = self.coordinates(target, tile.group)
+                    self.send(slot, target, whole, self.line(row, target, walk), col, thread)
                 else:
                     self.store_rows(slot, lines, target, walk, tile.group, row, col, thread)
             if const_expr(self.by_tma):
@@ -451,126 +377,10 @@ class Fp8WgradSm90:
         row = tile.row + cute.arch.make_warp_uniform(thread // 32) * 16
         return row, tile.col + piece * self.staged_cols
 
-    @cute.jit
-    def fetch_first(self, slots, target: Target, walk: Walk, tile: Tile, thread):
-        if const_expr(self.by_tma):
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
-        lines = self.lines(target, walk, tile, thread)
-        for piece in range_constexpr(self.slots):
-            thread = anew(thread)
-            self.fetch(slots, lines, target, walk, tile, piece, thread)
-            cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def fetch(self, slots, lines, target: Target, walk: Walk, tile: Tile, piece: cutlass.Constexpr, thread):
-        """Start to copy what the buffer holds at a piece into its slot; every lane what it will store."""
-        copy = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), self.out, num_bits_per_copy=128)
-        slot = slots[None, None, piece % self.slots]
-        row, col = self.corner(tile, piece, thread)
-        mine = col + thread % LANES * self.vector
-        for step in range_constexpr(STEPS):
-            place = step * (32 // LANES) + thread % 32 // LANES
-            if row + place < walk.rows and mine < walk.cols:
-                source = self.vector_at(target, walk, tile.group, lines[step], mine)
-                cute.copy(copy, source, self.staged_vector(slot, place, thread))
-
-    @cute.jit
-    def staged_vector(self, slot, place, thread):
-        """The 16 staged bytes that a lane fetches and stores in row `place` of its warp's 16."""
-        row = thread // 32 * 16 + place
-        return cute.local_tile(slot[row, None], (self.vector,), (thread % LANES,))
-
-    @cute.jit
-    def vector_at(self, target: Target, walk: Walk, group, line, col):
-        """16 bytes of row `line` of the group's gradient."""
-        if const_expr(self.separate):
-            base = target.out[1][group]
-        else:
-            base = target.out[0].iterator.toint() + Int64(group) * (Int64(walk.rows) * walk.cols * self.out_bytes)
-        address = base + (Int64(line) * walk.cols + col) * self.out_bytes
-        pointer = cute.make_ptr(self.out, address, cute.AddressSpace.gmem, assumed_align=VECTOR_BYTES)
-        return cute.make_tensor(pointer, cute.make_layout((self.vector,)))
-
-    def lines(self, target: Target, walk: Walk, tile: Tile, thread):
-        """Where in the weight the rows lie that a lane stores."""
-        if const_expr(self.by_tma and not self.accumulate):
+    def lines(self, target: Target, walk: Walk, row, thread):
+        if self.by_tma and not self.accumulate:
             return []  # TMA alone touches the rows
-        thread = anew(thread)
-        first = tile.row + thread // 32 * 16 + thread % 32 // LANES
-        return [self.line(first + step * (32 // LANES), target, walk) for step in range(STEPS)]
-
-    @cute.jit
-    def line(self, row, target: Target, walk: Walk):
-        if const_expr(self.interleaved):
-            half = walk.rows // 2
-            up = row // half
-            in_half = row - up * half
-            row = (in_half // target.block) * (2 * target.block) + up * target.block + in_half % target.block
-        return row
-
-    @cute.jit
-    def send(self, slot, target: Target, walk: Walk, group, row, col, thread):
-        """This warp's 16 staged rows leave by TMA."""
-        box = (16, self.staged_cols)
-        if const_expr(self.separate):
-            units = (target.out[1][group] - target.out[0].iterator.toint()) // VECTOR_BYTES
-            whole = target.tensor[None, None, Int32(units % UNITS), Int32(units // UNITS)]
-        else:
-            whole = target.tensor[None, None, group]
-        there = cute.local_tile(cute.domain_offset((self.line(row, target, walk), col), whole), box, (0, 0))
-        source = cute.local_tile(slot, box, (cute.arch.make_warp_uniform(thread // 32), 0))
-        source, there = cpasync.tma_partition(
-            target.atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(there, 0, 2)
-        )
-        cute.copy(target.atom, source, there)
-
-    @cute.jit
-    def store_rows(self, slot, lines, target: Target, walk: Walk, group, row, col, thread):
-        """This warp's 16 staged rows leave in whole rows, 16 bytes a lane."""
-        mine = col + thread % LANES * self.vector
-        for step in range_constexpr(STEPS):
-            place = step * (32 // LANES) + thread % 32 // LANES
-            if row + place < walk.rows and mine < walk.cols:
-                values = cute.make_rmem_tensor((self.vector,), self.out)
-                cute.autovec_copy(self.staged_vector(slot, place, thread), values)
-                cute.autovec_copy(values, self.vector_at(target, walk, group, lines[step], mine))
-
-    @cute.jit
-    def stage(self, part, slot, thread):
-        """A 64-row piece of the accumulator -> staged rows. Each warp writes its own 16 rows only."""
-        if const_expr(self.out.width == 16):
-            rounded = cute.make_rmem_tensor(part.shape, self.out)
-            rounded.store(part.load().to(self.out))
-            k_major = OperandMajorMode.K
-            shape = sm90.make_trivial_tiled_mma(
-                self.element, self.element, k_major, k_major, Float32, (1, 1, 1), (64, self.staged_cols)
-            )
-            atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out)
-            copy = cute.make_tiled_copy_C(atom, shape)
-            cute.copy(copy, copy.retile(rounded), copy.get_slice(thread).partition_D(slot))
-        else:
-            for pair in range_constexpr(self.staged_cols // 4):
-                values = cute.make_tensor(part.iterator + 2 * pair, cute.make_layout((2,)))
-                cute.autovec_copy(values, self.staged_pair(slot, pair, thread))
-
-    @cute.jit
-    def add_staged(self, part, slot, thread):
-        """Staged rows += a 64-row piece of the accumulator, rounded first. Each warp its own 16 rows only."""
-        for pair in range_constexpr(self.staged_cols // 4):
-            there = self.staged_pair(slot, pair, thread)
-            values = cute.make_rmem_tensor((2,), self.out)
-            cute.autovec_copy(there, values)
-            mine = cute.make_tensor(part.iterator + 2 * pair, cute.make_layout((2,)))
-            total = values.load().to(Float32) + mine.load().to(self.out).to(Float32)
-            values.store(total.to(self.out))
-            cute.autovec_copy(values, there)
-
-    @cute.jit
-    def staged_pair(self, slot, pair: cutlass.Constexpr, thread):
-        """Where elements 2 pair, 2 pair + 1 of a thread's share of a piece are staged."""
-        row = thread // 32 * 16 + thread % 32 // 4 + 8 * (pair % 2)
-        return cute.local_tile(slot[row, None], (2,), (4 * (pair // 2) + thread % 4,))
+        return super().lines(target, walk, row, thread)
 
 
 def build(options):
@@ -593,18 +403,13 @@ def build(options):
         return make_fake_compact_tensor(Float32, shape, stride_order=(1, 0), assumed_align=16)
 
     padded = make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4)
-    shape = (rows, cols) if options.separate else (groups, rows, cols)
-    order = tuple(reversed(range(len(shape))))
-    out: tuple[Any, ...] = (make_fake_compact_tensor(TYPES[options.out], shape, stride_order=order, assumed_align=16),)
-    if options.separate:
-        out += (make_fake_compact_tensor(Int64, (groups,), assumed_align=8),)
     return Fp8WgradSm90(options), (
         data(rows),
         scale(),
         data(cols),
         scale(),
         padded,
-        out,
+        fake_results(options, groups, rows, cols),
         Int32(1),
         Int32(1),
         Int32(1),

@@ -40,43 +40,32 @@ Slower: both warpgroups on one 128 x 256 tile, its epilogue exposed (3 to 23 %);
 to evict first (D: 1 %; few rows a group: 8 % faster, as from registers).
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.pipeline as pipeline
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int16, Int32, Int64, const_expr, range_constexpr
 from cutlass._mlir.dialects import llvm
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import dsl_user_op, select_
-from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.hopper import tickets
-from cute_kernels.hopper.grouped_wgrad_configs import SLOT_ROW_BYTES
 from cute_kernels.hopper.wgrad_operands import (
     BOX,
     CONSUMER_REGISTERS,
-    FAR_UNITS,
     PRODUCER_REGISTERS,
-    THREADS,
     TILE_K,
     TILE_M,
     TILE_N,
     TURN,
     TURN_THREADS,
-    TYPES,
-    UNITS,
     VECTOR_BYTES,
     WARPS,
-    Product,
-    Target,
     anew,
-    ragged,
     tokens_of,
 )
+from cute_kernels.hopper.wgrad_products import TurnProducts, fake_arguments
+from cute_kernels.hopper.wgrad_results import Target
 from cute_kernels.hopper.wgrad_tiles import (
     DEPTH,
     FIELDS,
@@ -106,24 +95,13 @@ def rest(*, loc=None, ip=None):
     )  # fmt: skip
 
 
-class GroupedWgradSm90:
+class GroupedWgradSm90(TurnProducts):
     """Static facts -> the kernel; see the module's text."""
 
+    may_be_empty = False
+
     def __init__(self, options):
-        config = options.config
-        self.cluster, self.stages, self.slots = config.cluster, config.stages, config.slots
-        self.by_tma = config.by_tma
-        self.boxes = TILE_N // BOX
-        self.box_k = TILE_K // self.cluster
-        self.element = TYPES[options.element]
-        self.out = TYPES[options.out]
-        self.dynamic = options.dynamic
-        self.interleaved = options.interleaved
-        self.separate = options.separate
-        self.out_bytes = self.out.width // 8
-        self.staged_cols = SLOT_ROW_BYTES // self.out_bytes
-        self.pieces = TILE_M // 64 * TILE_N // self.staged_cols
-        self.vector = VECTOR_BYTES // self.out_bytes
+        super().__init__(options)
         self.span = 4 * self.vector
         """Columns of a row that the four lanes with its sums store at once."""
 
@@ -140,22 +118,9 @@ class GroupedWgradSm90:
         grid: Int32,
         stream,
     ):
-        tile = (TILE_M, TILE_N, TILE_K)
-        a_layout = sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, tile, self.element, self.stages)
-        b_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, tile, self.element, self.stages)
-        columns = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, self.element)
-        boxes = self.stages * self.boxes * self.cluster
-        box_layout = cute.tile_to_shape(columns, (BOX, self.box_k, boxes), (0, 1, 2))
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        shared = cpasync.CopyBulkTensorTileG2SMulticastOp() if const_expr(self.cluster > 1) else load
-        a_one, b_one = cute.slice_(a_layout, (None, None, 0)), cute.slice_(box_layout, (None, None, 0))
-        a_atom, a_tma = cpasync.make_tiled_tma_atom(load, ragged(dy), a_one, (TILE_M, TILE_K))
-        b_atom, b_tma = cpasync.make_tiled_tma_atom(shared, ragged(x), b_one, (BOX, self.box_k))
-        lines = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.out)
-        staged_layout = cute.tile_to_shape(lines, (64, self.staged_cols, 2 * self.slots), (0, 1, 2))
-        sink = (None, None)
-        if const_expr(self.by_tma):
-            sink = self.make_sink(out[0], lines)
+        atoms, (a_layout, b_layout, box_layout) = self.make_operands(dy, x)
+        lines, staged_layout = self.make_staging()
+        sink = self.make_sink(out[0], lines)
 
         @cute.struct
         class Storage:
@@ -172,29 +137,7 @@ class GroupedWgradSm90:
 
         self.storage = Storage
         layouts = (a_layout, b_layout, box_layout, staged_layout)
-        self.kernel(a_atom, a_tma, b_atom, b_tma, offsets, out, *sink, counter, block, strip, *layouts).launch(
-            grid=[grid, 1, 1],
-            block=[THREADS, 1, 1],
-            cluster=[self.cluster, 1, 1] if const_expr(self.cluster > 1) else None,
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
-
-    def make_sink(self, out, lines):
-        """(TMA atom, coordinates) that store boxes of 16 staged rows, clipped at N and K.
-
-        Coordinates: row, column, then the group; or, of separate tensors, two of the distance to the lowest.
-        """
-        rows, cols = out.shape[-2], out.shape[-1]
-        step = VECTOR_BYTES // self.out_bytes
-        shape: tuple[Any, ...] = (rows, cols, UNITS, FAR_UNITS)
-        stride: tuple[Any, ...] = (Int64(cols), 1, step, UNITS * step)
-        if const_expr(not self.separate):
-            shape, stride = (rows, cols, out.shape[0]), (Int64(cols), 1, Int64(rows) * cols)
-        box = (16, self.staged_cols)
-        staged = cute.tile_to_shape(lines, box, (0, 1))
-        view = cute.make_tensor(out.iterator, cute.make_layout(shape, stride=stride))
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), view, staged, box)
+        self.start_kernel(self.kernel(*atoms, offsets, out, *sink, counter, block, strip, *layouts), grid, stream)
 
     @cute.kernel
     def kernel(
@@ -233,14 +176,7 @@ class GroupedWgradSm90:
             taken = tickets.make(counter, storage.tickets.data_ptr(), numbers, max(1, self.cluster - 1))
         records = storage.records.get_tensor(cute.make_layout((FIELDS, DEPTH)))
         plans = make_plans(storage.plans.data_ptr(), records, 2 * WARPS + 1)
-        ring = pipeline.PipelineTmaAsync.create(
-            num_stages=self.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS * self.cluster),
-            tx_count=(TILE_M + TILE_N) * TILE_K * self.element.width // 8,
-            barrier_storage=storage.barriers.data_ptr(),
-            cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, 1)),
-        )
+        ring = self.make_ring(storage.barriers.data_ptr())
         first, step, rank = cta // self.cluster, ctas // self.cluster, cta % self.cluster
         walk = Walk(offsets, offsets.shape[0] - 1, a_tma.shape[0], b_tma.shape[0], strip, first, step, rank)
         target = Target(out, out_atom, out_tma, block)
@@ -415,75 +351,12 @@ class GroupedWgradSm90:
         if const_expr(self.by_tma):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def product(self, rows: int, width: int, a, b, acc):
-        """What multiplies the first `rows` rows and `width` columns of a tile: operation, fragments, its part of the
-        sums."""
-        mn = OperandMajorMode.MN
-        mma = sm90.make_trivial_tiled_mma(self.element, self.element, mn, mn, Float32, (1, 1, 1), (64, width))
-        mine = mma.get_slice(0)
-        a_part = cute.local_tile(a, (rows, TILE_K, self.stages), (0, 0, 0))
-        b_part = cute.local_tile(b, (width, TILE_K, self.stages), (0, 0, 0))
-        shape, stride = ((2, 2, width // 8), rows // 64, 1), ((1, 2, 4), cute.size(acc) // (TILE_M // 64), 0)
-        return Product(
-            mma.op,
-            mma.make_fragment_A(mine.partition_A(a_part)),
-            mma.make_fragment_B(mine.partition_B(b_part)),
-            cute.make_tensor(acc.iterator, cute.make_layout(shape, stride=stride)),
-        )
-
-    @cute.jit
-    def multiply(self, ring, state, product, blocks, following):
-        """The sum over all k blocks. The turn passes on while the last group of WGMMA is still in flight."""
-        last = state.clone()
-        for k in cutlass.range(blocks, unroll=1):
-            ring.consumer_wait(state)
-            atom = cute.make_mma_atom(product.op)
-            atom.set(warpgroup.Field.ACCUMULATE, k > 0)
-            warpgroup.fence()
-            for step in range_constexpr(TILE_K // 16):
-                at = (None, None, step, state.index)
-                cute.gemm(atom, product.acc, product.a[at], product.b[at], product.acc)
-                atom.set(warpgroup.Field.ACCUMULATE, True)
-            warpgroup.commit_group()
-            warpgroup.wait_group(1)
-            if k > 0:
-                ring.consumer_release(last)
-                last.advance()
-            state.advance()
-        cute.arch.barrier_arrive(barrier_id=following, number_of_threads=TURN_THREADS)
-        warpgroup.wait_group(0)
-        ring.consumer_release(last)
-        return state
-
-    @cute.jit
-    def start(self, target: Target, walk: Walk, group):
-        """Address of the group's gradient."""
-        if const_expr(self.separate):
-            address = target.out[1][group]
-        else:
-            address = target.out[0].iterator.toint() + Int64(group) * (Int64(walk.rows) * walk.cols * self.out_bytes)
-        return address
-
-    def vector_at(self, address):
-        """16 bytes of a gradient."""
-        pointer = cute.make_ptr(self.out, address, cute.AddressSpace.gmem, assumed_align=VECTOR_BYTES)
-        return cute.make_tensor(pointer, cute.make_layout((self.vector,)))
-
     def lines(self, target: Target, walk: Walk, row, half: int, thread):
         """Where in the weight rows of the upper or the lower 64 of a tile lie: the first of the 16 that a warp sends,
         or the two that hold sums of this lane."""
         mine, apart = (0, (0,)) if const_expr(self.by_tma) else ((thread & 31) >> 2, (0, 8))
         first = row + half * 64 + cute.arch.make_warp_uniform(thread >> 5) * 16 + mine
         return [self.line(first + more, target, walk) for more in apart]
-
-    @cute.jit
-    def line(self, row, target: Target, walk: Walk):
-        if const_expr(self.interleaved):
-            half = walk.rows // 2
-            up = row // half
-            in_half = row - up * half
-            row = (in_half // target.block) * (2 * target.block) + up * target.block + in_half % target.block
-        return row
 
     def store_tile(self, acc, lines, target: Target, walk: Walk, group, row, col, thread):
         """Round a warpgroup's tile and store it, 16 bytes a lane, as `vector_of` forms them; in batches that grow as
@@ -557,37 +430,8 @@ class GroupedWgradSm90:
                 cute.arch.sync_warp()
                 half = const_expr(piece // wide)
                 line = lines[half][0] if const_expr(self.interleaved) else first + half * 64
-                self.send(slot, line, target, group, at, thread)
+                self.send(slot, target, self.coordinates(target, group), line, at, thread)
             cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def send(self, slot, line, target: Target, group, col, thread):
-        """This warp's 16 staged rows leave by TMA, to `line` and the 15 after it."""
-        box = (16, self.staged_cols)
-        if const_expr(self.separate):
-            distance = (target.out[1][group] - target.out[0].iterator.toint()) // VECTOR_BYTES
-            whole = target.tensor[None, None, Int32(distance % UNITS), Int32(distance // UNITS)]
-        else:
-            whole = target.tensor[None, None, group]
-        there = cute.local_tile(cute.domain_offset((line, col), whole), box, (0, 0))
-        source = cute.local_tile(slot, box, (cute.arch.make_warp_uniform(thread // 32), 0))
-        source, there = cpasync.tma_partition(
-            target.atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(there, 0, 2)
-        )
-        cute.copy(target.atom, source, there)
-
-    @cute.jit
-    def stage(self, part, slot, thread):
-        """A 64-row piece of the accumulator -> staged rows. Each warp writes its own 16 rows only."""
-        rounded = cute.make_rmem_tensor(part.shape, self.out)
-        rounded.store(part.load().to(self.out))
-        k_major = OperandMajorMode.K
-        shape = sm90.make_trivial_tiled_mma(
-            self.element, self.element, k_major, k_major, Float32, (1, 1, 1), (64, self.staged_cols)
-        )
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out)
-        copy = cute.make_tiled_copy_C(atom, shape)
-        cute.copy(copy, copy.retile(rounded), copy.get_slice(thread).partition_D(slot))
 
 
 def exchange(words, low: int, up: int, is_upper, distance: int):
@@ -598,34 +442,5 @@ def exchange(words, low: int, up: int, is_upper, distance: int):
 
 
 def build(options):
-    """(jit function, fake arguments): dy, x, offsets, (out,) or (lowest, addresses), counter or None, interleave block,
-    strip, grid size, stream. options: `grouped_wgrad.WgradOptions`.
-    """
-    tokens, rows, cols, groups = (
-        cute.sym_int(),
-        cute.sym_int(divisibility=8),
-        cute.sym_int(divisibility=8),
-        cute.sym_int(),
-    )
-    element = TYPES[options.element]
-
-    def operand(width):
-        return make_fake_tensor(element, (tokens, width), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
-
-    offsets = make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4)
-    shape = (rows, cols) if options.separate else (groups, rows, cols)
-    order = tuple(reversed(range(len(shape))))
-    out: tuple[Any, ...] = (make_fake_compact_tensor(TYPES[options.out], shape, stride_order=order, assumed_align=16),)
-    if options.separate:
-        out += (make_fake_compact_tensor(Int64, (groups,), assumed_align=8),)
-    return GroupedWgradSm90(options), (
-        operand(rows),
-        operand(cols),
-        offsets,
-        out,
-        make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4) if options.dynamic else None,
-        Int32(1),
-        Int32(1),
-        Int32(1),
-        make_fake_stream(),
-    )
+    """(jit function, fake arguments); options: `grouped_wgrad.WgradOptions`."""
+    return GroupedWgradSm90(options), fake_arguments(options)

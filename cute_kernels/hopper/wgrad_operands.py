@@ -1,13 +1,10 @@
-"""What the two weight-gradient kernels share: the tile, ragged operands, where results go.
+"""What weight-gradient kernels, and others that sum over tokens, share: the tile, ragged operands.
 
 Ragged loads: the summed dimension is tokens, so both operands must read zero past a group's end (0 x NaN is NaN).
 Each is viewed with two extra dimensions whose strides cancel modulo 2^64 (`ragged`); a group then begins at a
 coordinate such that its end is the end of the dimension, and the TMA unit fills in zeros. No descriptor is rewritten.
-(Public idea: Triton's ragged TMA, QuACK.) Separate outputs are reached in a like way: one descriptor starts at the
-lowest of them and has a dimension of 16-byte steps.
+(Public idea: Triton's ragged TMA, QuACK.)
 """
-
-from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -24,7 +21,6 @@ TURN, TURN_THREADS = 1, 256  # barrier of the first warpgroup's turn, the second
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 VECTOR_BYTES = 16  # what a lane copies at once
 FAR = 1 << 30  # extent of a ragged dimension; more than any row count
-UNITS, FAR_UNITS = 1 << 30, 1 << 10  # of 16 bytes in two dimensions that reach separate outputs
 
 TYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
 
@@ -56,25 +52,3 @@ def ragged(x: cute.Tensor):
 def tokens_of(x: cute.Tensor, first, count):
     """The (F, tokens) view of a ragged tensor that starts at token `first` and reads zero from `count` on."""
     return cute.domain_offset((0, FAR - count), x[None, None, FAR, first + count])
-
-
-class Target(NamedTuple):
-    """Where results go.
-
-    out: (stacked buffer,) or (lowest of separate ones, their addresses). atom, tensor: for TMA, or None.
-    block: rows of an interleaved block.
-    """
-
-    out: Any
-    atom: Any
-    tensor: Any
-    block: Any
-
-
-class Product(NamedTuple):
-    """A multiplication of one shape: WGMMA operation, operands by (k step, stage), and its part of the sums."""
-
-    op: Any
-    a: Any
-    b: Any
-    acc: Any
