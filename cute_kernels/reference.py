@@ -77,6 +77,12 @@ def valid_rows(rows: int, offsets: Tensor) -> Tensor:
     return torch.arange(rows, device=offsets.device).unsqueeze(1) < offsets[-1]
 
 
+def row_groups(rows: int, offsets: Tensor) -> Tensor:
+    """int64 [rows]: the group of each row, G for the tail. No host sync."""
+    index = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets[1:].contiguous(), index, right=True)
+
+
 def tokens_only(t: Tensor, offsets: Tensor) -> Tensor:
     """t [T] or [T, C] with the rows past offsets[G] exactly zero, whatever they held. No host sync."""
     return torch.where(_as_mask(t, offsets), t, 0)
@@ -212,12 +218,6 @@ def grouped_wgrad_(
 # Bias gradients
 
 
-def _row_groups(rows: int, offsets: Tensor) -> Tensor:
-    """int64 [rows]: the group of each row, G for the tail."""
-    index = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
-    return torch.searchsorted(offsets[1:].contiguous(), index, right=True)
-
-
 def grouped_dbias(dy: Tensor, offsets: Tensor, scale: Tensor | None = None, glu_interleave: int = 0) -> Tensor:
     """db_g = Σ_rows s·dy; [G, N] FP32 (FP64 for FP64), zero for an empty group. No host sync, deterministic.
 
@@ -230,7 +230,7 @@ def grouped_dbias(dy: Tensor, offsets: Tensor, scale: Tensor | None = None, glu_
         bounds = offsets.tolist()
         sums = [values[bounds[g] : bounds[g + 1]].sum(0) for g in range(len(bounds) - 1)]
         return interleave(torch.stack(sums), glu_interleave, 1)
-    member = _row_groups(rows, offsets)[None, :] == torch.arange(offsets.shape[0] - 1, device=dy.device)[:, None]
+    member = row_groups(rows, offsets)[None, :] == torch.arange(offsets.shape[0] - 1, device=dy.device)[:, None]
     values = tokens_only(widened(dy), offsets)
     if scale is not None:
         values = values * tokens_only(widened(scale), offsets)[:, None]
@@ -240,7 +240,7 @@ def grouped_dbias(dy: Tensor, offsets: Tensor, scale: Tensor | None = None, glu_
 def grouped_dscale(dy: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """ds_row = Σ_n dy[row, n]·b_g[n]; [T] FP32 (FP64 for FP64), zero in the tail. No host sync."""
     rows = dy.shape[0]
-    groups = _row_groups(rows, offsets).clamp(max=bias.shape[0] - 1)
+    groups = row_groups(rows, offsets).clamp(max=bias.shape[0] - 1)
     products = (widened(dy) * widened(bias)[groups]).sum(1)
     return tokens_only(products, offsets)
 

@@ -24,6 +24,7 @@ from cute_kernels.quantization.quantize import (
     quantize_blocks,
     transpose_data,
 )
+from cute_kernels.reference import row_groups, tokens_only
 
 MULTIPLE = 128
 """Rows that a padded group is a multiple of: the block of FP8, and a tile of swizzled scales."""
@@ -53,12 +54,6 @@ def padded_offsets(offsets: Tensor, multiple: int = MULTIPLE) -> Tensor:
     """int32 [G+1]: where the groups begin once each is padded to `multiple`; an empty group takes no rows."""
     sizes = (offsets.diff() + (multiple - 1)) // multiple * multiple
     return torch.cat([torch.zeros_like(offsets[:1]), sizes.cumsum(0).to(offsets.dtype)])
-
-
-def row_groups(rows: int, offsets: Tensor) -> Tensor:
-    """int64 [rows]: the group that each row lies in, G past the last."""
-    index = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
-    return torch.searchsorted(offsets[1:].contiguous(), index, right=True)
 
 
 def _move(x: Tensor, source: Tensor, target: Tensor, rows: int) -> Tensor:
@@ -144,8 +139,7 @@ def quantize_groups(
     if padded:
         x, offsets = pad_groups(x, offsets)
     else:
-        inside = row_groups(x.shape[0], offsets) < offsets.shape[0] - 1
-        x = torch.where(inside[:, None], x, 0)
+        x = tokens_only(x, offsets)
     rows = x.shape[0]
     turn = columnwise and not format.is_square
     source = x.mT.contiguous() if turn else x
@@ -185,5 +179,4 @@ def dequantize_groups(
     grid = None if amax is None else _grid(amax, offsets, rows, format, turn)
     values = dequantize_blocks(data, scale, format, grid)
     values = values.mT if turn else values
-    inside = row_groups(rows, offsets) < offsets.shape[0] - 1
-    return torch.where(inside[:, None], values, 0).to(dtype).contiguous()
+    return tokens_only(values, offsets).to(dtype).contiguous()
