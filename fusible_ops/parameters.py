@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from cute_kernels.catalog import SEPARATE_SPAN_BYTES
-from cute_kernels.facts import NO_PLANS, Plans, facts
+from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, Plans, facts
 from fusible_ops import casts
 from fusible_ops.quantized_tensor import QuantizedTensor
 
@@ -113,7 +113,7 @@ class Held:
             return casts.cast(weights, (dtype, 3), records, lambda: [_cast(weights, self.weights_packed, 3, dtype)])
         casts.forget(weights)
         if self.weights_packed:
-            return [_readable(_whole(weights, 3))]
+            return [_readable(joined(weights, 3))]
         separate = [_readable(p.detach()) for p in weights]
         places = [t.data_ptr() for t in separate]
         if max(places) - min(places) > SEPARATE_SPAN_BYTES:
@@ -129,7 +129,7 @@ class Held:
             return casts.cast(biases, (dtype, 2), records, lambda: [_cast(biases, self.biases_packed, 2, dtype)])[0]
         casts.forget(biases)
         if self.biases_packed:
-            return _whole(biases, 2)
+            return joined(biases, 2)
         return torch.stack([p.detach() for p in biases])
 
 
@@ -150,18 +150,25 @@ def pack_(parameters: Sequence[Parameter]) -> None:
             p.data = place
 
 
-def _whole(parameters: Sequence[Tensor], dims: int) -> Tensor:
-    """One parameter, or those that are packed, as one tensor of `dims` dimensions without a copy."""
-    first = parameters[0].detach()
-    if len(parameters) == 1:
+def joined(tensors: Sequence[Tensor], dims: int) -> Tensor:
+    """One tensor, or those that are packed, as one of `dims` dimensions without a copy."""
+    first = tensors[0].detach()
+    if len(tensors) == 1:
         return first if first.dim() == dims else first.unsqueeze(0)
-    return first.as_strided((len(parameters), *first.shape), (first.numel(), *first.stride()))
+    return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+
+
+def as_one(tensors: Sequence[Tensor], dims: int) -> Tensor:
+    """`joined`, or where the tensors lie apart a stacked copy."""
+    if len(tensors) == 1 or are_packed(tensors):
+        return joined(tensors, dims)
+    return torch.stack([t.detach() for t in tensors])
 
 
 def _cast(parameters: Sequence[Tensor], packed: bool, dims: int, dtype: torch.dtype) -> Tensor:
     """All parameters in `dtype` in one new tensor of `dims` dimensions."""
     if packed or len(parameters) == 1:
-        whole = _whole(parameters, dims)
+        whole = joined(parameters, dims)
         return torch.empty(whole.shape, dtype=dtype, device=whole.device).copy_(whole)
     made = torch.empty(len(parameters), *parameters[0].shape, dtype=dtype, device=parameters[0].device)
     torch._foreach_copy_(list(made.unbind(0)), [p.detach() for p in parameters])
@@ -171,7 +178,7 @@ def _cast(parameters: Sequence[Tensor], packed: bool, dims: int, dtype: torch.dt
 def _readable(t: Tensor) -> Tensor:
     """t contiguous and from a multiple of 16 bytes on, as kernels read it; t itself if it is so."""
     t = t.contiguous()
-    return t if t.data_ptr() % 16 == 0 else t.clone()
+    return t if t.data_ptr() % VECTOR_BYTES == 0 else t.clone()
 
 
 class Unchanged:
@@ -277,7 +284,8 @@ def accumulate_main_grads(weights: Sequence[Parameter], grad: WeightGrad, owner:
     buffers = main_grads(weights, owner)
     accumulate = not getattr(weights[0], "overwrite_main_grad", False)
     if all(_writable(buffer) and buffer.dtype == buffers[0].dtype for buffer in buffers):
-        grad.write(_stacked_if_packed(buffers), accumulate)
+        together = len(buffers) == 1 or are_packed(buffers)
+        grad.write([joined(buffers, 3)] if together else buffers, accumulate)
     else:
         for buffer, dw in zip(buffers, grad.compute(weights), strict=True):
             buffer.copy_(buffer + dw if accumulate else dw)
@@ -286,17 +294,7 @@ def accumulate_main_grads(weights: Sequence[Parameter], grad: WeightGrad, owner:
 
 def _writable(buffer: Tensor) -> bool:
     """Whether a kernel can write there: contiguous, from a multiple of 16 bytes on, of at most 4 bytes an element."""
-    return buffer.is_contiguous() and buffer.data_ptr() % 16 == 0 and buffer.element_size() <= 4
-
-
-def _stacked_if_packed(buffers: list[Tensor]) -> list[Tensor]:
-    """One [G, N, K] view of the buffers if they lie one after another, else the buffers."""
-    first = buffers[0]
-    if len(buffers) == 1:
-        return [first if first.dim() == 3 else first.unsqueeze(0)]
-    if are_packed(buffers):
-        return [first.as_strided((len(buffers), *first.shape), (first.numel(), *first.stride()))]
-    return buffers
+    return buffer.is_contiguous() and buffer.data_ptr() % VECTOR_BYTES == 0 and buffer.element_size() <= 4
 
 
 def _signal_added(weight: Parameter) -> Tensor | None:

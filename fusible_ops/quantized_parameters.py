@@ -14,7 +14,7 @@ from cute_kernels.quantization.quantize import Quantized
 from fusible_ops import casts, checks
 from fusible_ops.autocast_mode import ModelInit
 from fusible_ops.op import BasicOperation
-from fusible_ops.parameters import Held, are_packed
+from fusible_ops.parameters import Held, as_one
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.quantizer import Quantizer
 from fusible_ops.recipe import DelayedScaling
@@ -37,23 +37,13 @@ def as_quantized(
         return stacked(parameters).with_usage(True, columnwise)
 
     def make() -> list[Tensor]:
-        plain = _plain(parameters).to(dtype)
+        plain = as_one(parameters, 3).to(dtype)
         return [quantizer.matrices(plain.mT if held.transposed else plain, True, columnwise)]
 
     form = (quantizer.format, columnwise, dtype, held.transposed)
     (made,) = make() if quantizer.scales is not None else casts.cast(parameters, form, records, make)
     assert isinstance(made, QuantizedTensor)
     return made
-
-
-def _plain(parameters: Sequence[Tensor]) -> Tensor:
-    """Plain parameters as one tensor `[G, N, K]`; copies only if they lie apart."""
-    first = parameters[0].detach()
-    if len(parameters) == 1:
-        return first if first.dim() == 3 else first.unsqueeze(0)
-    if are_packed(parameters):
-        return first.as_strided((len(parameters), *first.shape), (first.numel(), *first.stride()))
-    return torch.stack([p.detach() for p in parameters])
 
 
 def _alike(parameters: Sequence[Tensor]) -> bool:
@@ -100,14 +90,10 @@ def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
     first = parts[0]
     if first is None:
         return None
-    if len(parts) == 1:
-        return first.unsqueeze(0)
     tensors: list[Tensor] = list(parts)  # type: ignore[arg-type]
-    if are_packed(tensors):
-        return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
-    if first.element_size() > 1:
-        return torch.stack(tensors)
-    return torch.stack([t.view(torch.uint8) for t in tensors]).view(first.dtype)
+    if first.element_size() == 1:  # FP8 cannot be stacked
+        return as_one([t.view(torch.uint8) for t in tensors], first.dim() + 1).view(first.dtype)
+    return as_one(tensors, first.dim() + 1)
 
 
 def pack_quantized_(parameters: Sequence[Tensor]) -> None:
@@ -156,7 +142,7 @@ def hold_quantized(op: BasicOperation, keys: Sequence[str], made: ModelInit | No
         return
     checks.quantizable(op.label(), plain[0].dtype)
     quantizer = op.quantizer(made.recipe, "weight", plain[0].device)
-    whole = quantizer.matrices(_plain(plain), True, torch.is_grad_enabled())
+    whole = quantizer.matrices(as_one(plain, 3), True, torch.is_grad_enabled())
     for i, (key, p) in enumerate(zip(keys, plain, strict=True)):
         copies = whole.rowwise, whole.columnwise
         if p.dim() == 2:
