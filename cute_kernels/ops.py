@@ -34,32 +34,12 @@ from cute_kernels.registry import Pick, empty_as_none, hopper, hopper_host, none
 # architecture
 
 
-def _gemm_act(pick: Pick) -> Callable:
-    def run(x, weights, offsets, activation, bias, probs, glu_interleave, save_preact, zero_tail, later=None, **how):
-        activation = Activation.decode(activation)
-        results = pick("grouped_gemm_act")(
-            x, weights, offsets, activation, bias, probs, glu_interleave, save_preact, zero_tail, later, **how
-        )
-        return none_as_empty(results, x)
+def _with_activation(name: str, pick: Pick) -> Callable:
+    """The operator of the function `name`, whose activation is encoded (its only string) and results are optional."""
 
-    return run
-
-
-def _gemm_dact(pick: Pick) -> Callable:
-    def run(dy, weights, offsets, preact, activation, probs, need_act, need_dprobs, zero_tail, **sharing):
-        activation = Activation.decode(activation)
-        results = pick("grouped_gemm_dact")(
-            dy, weights, offsets, preact, activation, probs, need_act, need_dprobs, zero_tail, **sharing
-        )
-        return none_as_empty(results, dy)
-
-    return run
-
-
-def _dact(pick: Pick) -> Callable:
-    def run(dact, preact, offsets, probs, activation, need_dprobs, **sharing):
-        activation = Activation.decode(activation)
-        return none_as_empty(pick("dact")(dact, preact, offsets, probs, activation, need_dprobs, **sharing), dact)
+    def run(*args, **sharing):
+        decoded = [Activation.decode(a) if isinstance(a, str) else a for a in args]
+        return none_as_empty(pick(name)(*decoded, **sharing), args[0])
 
     return run
 
@@ -163,19 +143,19 @@ _OPERATORS = (
         "grouped_gemm_act(Tensor x, Tensor[] weights, Tensor offsets, str activation, Tensor? bias, Tensor? probs, "
         f"int glu_interleave, bool save_preact, bool zero_tail, Tensor(a!)? zero_tail_of=None, {_SHARING}) "
         "-> (Tensor, Tensor)",
-        lambda name, pick: _gemm_act(pick),
+        _with_activation,
         _fake_gemm_act,
     ),
     (
         "grouped_gemm_dact(Tensor dy, Tensor[] weights, Tensor offsets, Tensor preact, str activation, Tensor? probs, "
         f"bool need_act, bool need_dprobs, bool zero_tail, {_SHARING}) -> (Tensor, Tensor, Tensor)",
-        lambda name, pick: _gemm_dact(pick),
+        _with_activation,
         _fake_gemm_dact,
     ),
     (
         "dact(Tensor dact, Tensor preact, Tensor offsets, Tensor? probs, str activation, bool need_dprobs, "
         f"{_MARGIN}) -> (Tensor, Tensor)",
-        lambda name, pick: _dact(pick),
+        _with_activation,
         _fake_dact,
     ),
     (

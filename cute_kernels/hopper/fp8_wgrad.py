@@ -18,19 +18,18 @@ from torch import Tensor
 
 from cute_kernels import launch
 from cute_kernels.catalog import SM90_FP8_GROUPED_WGRAD
+from cute_kernels.facts import ListFacts, TensorFacts, facts, list_facts
 from cute_kernels.fp8_reference import BLOCK, scales_in_row
-from cute_kernels.hopper.grouped_wgrad import check_out, lowest_and_table
-from cute_kernels.hopper.grouped_wgrad_configs import SLOT_ROW_BYTES, SLOT_ROWS, SMEM_BYTES, STRIP_ROWS, TILE_ROWS
-from cute_kernels.hopper.operands import (
-    KEPT,
-    ListFacts,
-    TensorFacts,
-    check_offsets,
-    check_shape,
-    facts,
-    list_facts,
-    multiprocessors,
+from cute_kernels.hopper.configs import SMEM_BYTES
+from cute_kernels.hopper.grouped_wgrad import check_interleave, check_out, lowest_and_table
+from cute_kernels.hopper.grouped_wgrad_configs import (
+    SLOT_ROW_BYTES,
+    SLOT_ROWS,
+    STRIP_ROWS,
+    TILE_ROWS,
+    rows_lie_together,
 )
+from cute_kernels.hopper.operands import KEPT, check_offsets, check_shape, multiprocessors
 from cute_kernels.limits import dtype_name
 
 MODULE = "cute_kernels.hopper.fp8_wgrad_kernel"
@@ -95,10 +94,9 @@ def choose(rows: int, columns: int, accumulate: bool, block: int) -> Fp8WgradCon
     block: rows of an interleaved block, 0 for none. Accumulating takes three slots, to fetch old values ahead.
     """
     paired = -(-rows // TILE_ROWS) % 2 == 0
-    by_tma = block == 0 or (block % 16 == 0 and rows % 32 == 0)
     narrow, wide = (-(-columns // width) * width for width in (192, 256))
     width, chunks = (192, 1) if narrow <= wide else (256, 2)
-    return Fp8WgradConfig(width, chunks, 1, 2 if paired else 1, 3 if accumulate else 1, by_tma)
+    return Fp8WgradConfig(width, chunks, 1, 2 if paired else 1, 3 if accumulate else 1, rows_lie_together(rows, block))
 
 
 def fp8_grouped_wgrad(
@@ -176,7 +174,6 @@ def _options(
     out: torch.dtype, rows: int, columns: int, block: int, accumulate: bool, separate: bool
 ) -> Fp8WgradOptions:
     SM90_FP8_GROUPED_WGRAD.require(N=rows, K=columns)
-    if block < 0 or (block and rows % (2 * block)):
-        raise ValueError(f"{NAME}: glu_interleave is {block}, needs 0 or a divisor of I = N / 2 (N is {rows})")
+    check_interleave(NAME, block, rows)
     config = choose(rows, columns, accumulate, block)
     return Fp8WgradOptions(dtype_name(out), config, accumulate, block > 0, separate)

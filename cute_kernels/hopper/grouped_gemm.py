@@ -30,23 +30,10 @@ from cute_kernels.catalog import (
     SM90_GROUPED_GEMM_DGRAD,
     Kernel,
 )
-from cute_kernels.facts import NO_PLANS, Plans
+from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, ListFacts, Plans, TensorFacts, facts, facts_or_none, list_facts
 from cute_kernels.hopper.configs import Options, Spread, choose, grid_size, row_class
 from cute_kernels.hopper.device_table import addresses, device_table
-from cute_kernels.hopper.operands import (
-    KEPT,
-    VECTOR_BYTES,
-    ListFacts,
-    TensorFacts,
-    check_counter,
-    check_shape,
-    facts,
-    facts_or_none,
-    is_readable,
-    list_facts,
-    multiprocessors,
-    readable,
-)
+from cute_kernels.hopper.operands import KEPT, check_counter, check_shape, is_readable, multiprocessors, readable
 from cute_kernels.hopper.product_operands import (
     are_transposed,
     check_bias,

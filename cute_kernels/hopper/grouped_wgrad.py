@@ -18,21 +18,15 @@ from torch import Tensor
 
 from cute_kernels import launch
 from cute_kernels.catalog import SM90_GROUPED_WGRAD
-from cute_kernels.facts import NO_PLANS, Plans
+from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, ListFacts, Plans, TensorFacts, facts, facts_or_none, list_facts
 from cute_kernels.hopper.device_table import addresses, device_table
 from cute_kernels.hopper.grouped_wgrad_configs import TILE_TOKENS, WgradConfig, choose
 from cute_kernels.hopper.operands import (
     KEPT,
-    VECTOR_BYTES,
-    ListFacts,
-    TensorFacts,
     check_counter,
     check_offsets,
     check_shape,
-    facts,
-    facts_or_none,
     is_readable,
-    list_facts,
     multiprocessors,
     readable,
 )
@@ -158,10 +152,15 @@ def _options(
 ) -> WgradOptions:
     """Checks what does not depend on the call's memory, once for each shape."""
     SM90_GROUPED_WGRAD.require(dtype=dtype_name(element), K=columns, N=rows)
-    if block < 0 or (block and rows % (2 * block)):
-        raise ValueError(f"{NAME}: glu_interleave is {block}, needs 0 or a divisor of I = N / 2 (N is {rows})")
+    check_interleave(NAME, block, rows)
     config = choose(rows, out.itemsize, accumulate, block, few).config
     return WgradOptions(dtype_name(element), dtype_name(out), config, accumulate, block > 0, separate, dynamic)
+
+
+def check_interleave(name: str, block: int, rows: int) -> None:
+    """Raises ValueError unless blocks of gate and up rows tile a gradient of so many rows."""
+    if block < 0 or (block and rows % (2 * block)):
+        raise ValueError(f"{name}: glu_interleave is {block}, needs 0 or a divisor of I = N / 2 (N is {rows})")
 
 
 def check_out(name: str, out: ListFacts, groups: int, rows: int, columns: int, x: TensorFacts) -> None:

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SMEM_BYTES = 232_448
-"""Shared memory that one CTA may use on SM90, in bytes (227 KiB)."""
-
 TILE_ROWS, TILE_COLUMNS, TILE_TOKENS = 128, 192, 64
 """What one warpgroup adds up: a tile of a gradient [N, K], and how many tokens a stage of the ring brings."""
 
@@ -63,12 +60,17 @@ class WgradChoice:
     reasons: tuple[str, ...]
 
 
+def rows_lie_together(rows: int, block: int) -> bool:
+    """Whether every 16 rows of a tile are 16 rows of the weight. block: as in `choose`."""
+    return block == 0 or (block % 16 == 0 and rows % 32 == 0)
+
+
 def choose(rows: int, out_bytes: int, accumulate: bool, block: int, few: bool = False) -> WgradChoice:
     """The configuration for a gradient of `rows` rows and elements of `out_bytes` bytes.
 
     block: rows of an interleaved block, 0 for none. few: a group has at most one k block of tokens, on average.
     """
-    together = block == 0 or (block % 16 == 0 and rows % 32 == 0)
+    together = rows_lie_together(rows, block)
     if accumulate:
         return _choose_adding(rows, out_bytes, together)
     paired = rows > TILE_ROWS

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.catalog import Kernel
-from cute_kernels.facts import VECTOR_BYTES as VECTOR_BYTES
-from cute_kernels.facts import ListFacts as ListFacts
-from cute_kernels.facts import TensorFacts as TensorFacts
-from cute_kernels.facts import facts as facts
-from cute_kernels.facts import facts_or_none as facts_or_none
-from cute_kernels.facts import list_facts as list_facts
+from cute_kernels.facts import VECTOR_BYTES, TensorFacts, facts
 from cute_kernels.hopper.configs import sms_left
 from cute_kernels.limits import raise_refusal
 from cute_kernels.target import Target

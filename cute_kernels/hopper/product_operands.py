@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.catalog import Kernel
-from cute_kernels.hopper.operands import VECTOR_BYTES, ListFacts, TensorFacts, check_offsets, check_shape
+from cute_kernels.facts import VECTOR_BYTES, ListFacts, TensorFacts
+from cute_kernels.hopper.operands import check_offsets, check_shape
 from cute_kernels.limits import dtype_name
 
 FACTOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from cute_kernels.hopper.grouped_wgrad_configs import SMEM_BYTES, TILE_COLUMNS, TILE_ROWS, WgradConfig, choose
+from cute_kernels.hopper.configs import SMEM_BYTES
+from cute_kernels.hopper.grouped_wgrad_configs import TILE_COLUMNS, TILE_ROWS, WgradConfig, choose
 
 ROWS = (8, 128, 136, 256, 1536, 2880, 4096, 5760, 7168)
 
