@@ -62,10 +62,11 @@ class FusedGroupedLinear(FusedOperation):
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
         ctx = basic_op_ctxs[0]
-        x, offsets, rows, bias, *weights = ctx.saved_tensors
+        x, offsets, rows, bias, *weights = ctx.take_saved()
         grads, extra_grads = no_grads(basic_op_ctxs)
         kernels, dy = ctx.kernels, incoming(grad_output, ctx.dtype)
         self.fc.put_grads(basic_op_ctxs, grads, kernels, dy, x, offsets, scales=rows, plans=ctx.plans)
+        del x
         if self.fc.wants_dscales(basic_op_ctxs):
             extra_grads[0] = [None, viewed(kernels.grouped_dscale(dy, bias, offsets), ctx.scales_shape)]
         dx = None
@@ -129,6 +130,7 @@ class GroupedLinearActivation(FusedOperation):
         del preact
         block = self.act.op.glu_interleave
         self.fc.put_grads(basic_op_ctxs, grads, kernels, dpreact, x, offsets, glu_interleave=block, plans=ctx.plans)
+        del x
         if dprobs is not None:
             extra_grads[self.act.at] = [viewed(dprobs, ctx.probs_shape)]
         dx = None

@@ -70,7 +70,7 @@ class GroupedMLP(FusedOperation):
         rows, factors = row_factor(probs, dtype), row_factor(scales, dtype)
         if fc1.covers_all_rows or not same_offsets:
             rows = probs_of_tokens(rows, basic_op_ctxs[self.act.at])
-        y = x.new_empty(x.shape[0], fc2.out_features)
+        y = x.new_empty(x.shape[0], fc2.out_features) if same_offsets else None
         act, preact = kernels.grouped_gemm_act(
             x,
             weights1,
@@ -81,14 +81,14 @@ class GroupedMLP(FusedOperation):
             act_op.glu_interleave,
             save_preact=needs_grad and not fc2_alone,
             zero_tail=not same_offsets,
-            zero_tail_of=y if same_offsets else None,
+            zero_tail_of=y,
             plans=plans1,
         )
         bias2 = fc2.bias(basic_op_ctxs, dtype, needs_grad)
-        if same_offsets:
-            kernels.grouped_gemm_(y, act, weights2, offsets2, bias2, factors, plans=plans2)
-        else:
+        if y is None:
             y = kernels.grouped_gemm(act, weights2, offsets2, bias2, factors, plans=plans2)
+        else:
+            kernels.grouped_gemm_(y, act, weights2, offsets2, bias2, factors, plans=plans2)
         if needs_grad:
             kept1, kept2 = weights1 if ctx.input_requires_grad else [], [] if fc2_alone else weights2
             ctx.unchanged = Unchanged(ctx.held.weights) if kept1 else None
