@@ -7,7 +7,7 @@ them before a launch. Letters: K in, N out, H hidden, I intermediate (columns of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_kernels.activation import GLU_KINDS, KINDS
 from cute_kernels.limits import (
@@ -116,18 +116,33 @@ SM90_GROUPED_WGRAD = _sm90("grouped_wgrad", "grouped_wgrad", _DTYPE, *_eights("K
 SM90_GROUPED_DBIAS = _sm90("grouped_dbias", "rowwise", _DTYPE, *_eights("N"))
 SM90_GROUPED_DSCALE = _sm90("grouped_dscale", "rowwise", _DTYPE, *_eights("N"))
 
-_FP8_ROWS = "pad the layer's features"  # 16-byte rows of 1-byte elements
-SM90_FP8_QUANTIZE = _sm90("fp8_quantize", "fp8_quantize", _DTYPE, multiple_of("K", 16, fix=_FP8_ROWS))
-SM90_FP8_QUANTIZE_WEIGHT = _sm90(
-    "fp8_quantize_weight",
-    "fp8_quantize",
-    _DTYPE,
-    multiple_of("N", 16, fix=_FP8_ROWS),
-    multiple_of("K", 16, fix=_FP8_ROWS),
+
+def _sixteens(*letters: str) -> tuple[Limit, ...]:
+    """16-byte rows of 1-byte elements."""
+    return tuple(multiple_of(letter, 16, fix="pad the layer's features") for letter in letters)
+
+
+def _chunks(*letters: str) -> tuple[Limit, ...]:
+    """64 columns have one scale of a weight, also where two blocks of 128 rows meet between gate and up."""
+    return tuple(multiple_of(letter, 64, fix="pad the layer's features") for letter in letters)
+
+
+def _not_yet(name: str, module: str, *limits: Limit) -> Kernel:
+    """The operator and its reference are here, its kernel is not."""
+    return replace(_sm90(name, module, *limits), missing="the FP8 products are not in this version")
+
+
+SM90_PADDED_GROUP_OFFSETS = _not_yet("padded_group_offsets", "rowwise", at_least("G", 1))
+SM90_FP8_QUANTIZE = _sm90("fp8_quantize", "fp8_quantize", _DTYPE, *_sixteens("K"))
+SM90_FP8_QUANTIZE_WEIGHT = _sm90("fp8_quantize_weight", "fp8_quantize", _DTYPE, *_sixteens("N", "K"))
+SM90_FP8_GROUPED_GEMM = _not_yet("fp8_grouped_gemm", "fp8_grouped_gemm", *_sixteens("K", "N"))
+SM90_FP8_GROUPED_GEMM_ACT = _not_yet(
+    "fp8_grouped_gemm_act", "fp8_grouped_gemm", *_sixteens("K"), *_chunks("I"), _ACTIVATION
 )
-SM90_FP8_GROUPED_WGRAD = _sm90(
-    "fp8_grouped_wgrad", "fp8_wgrad", multiple_of("N", 16, fix=_FP8_ROWS), multiple_of("K", 16, fix=_FP8_ROWS)
+SM90_FP8_GROUPED_GEMM_DACT = _not_yet(
+    "fp8_grouped_gemm_dact", "fp8_grouped_gemm", *_sixteens("H"), *_chunks("I"), _ACTIVATION
 )
+SM90_FP8_GROUPED_WGRAD = _sm90("fp8_grouped_wgrad", "fp8_wgrad", *_sixteens("N", "K"))
 
 # cuDNN Frontend's grouped MLP pairs 32 gate rows with 32 up rows. The row states its limits; the adapter that would
 # launch it does not exist yet, so nothing fuses with it.
@@ -156,6 +171,13 @@ KERNELS: Mapping[str, Kernel] = {
         SM90_GROUPED_WGRAD,
         SM90_GROUPED_DBIAS,
         SM90_GROUPED_DSCALE,
+        SM90_PADDED_GROUP_OFFSETS,
+        SM90_FP8_QUANTIZE,
+        SM90_FP8_QUANTIZE_WEIGHT,
+        SM90_FP8_GROUPED_GEMM,
+        SM90_FP8_GROUPED_GEMM_ACT,
+        SM90_FP8_GROUPED_GEMM_DACT,
+        SM90_FP8_GROUPED_WGRAD,
         SM100_GROUPED_MLP,
     )
 }

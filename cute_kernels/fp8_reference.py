@@ -1,6 +1,6 @@
 """The meaning of Hopper's FP8 block-scaled kernels in plain PyTorch, built on `quantization`; also their oracle.
 
-No op uses these functions or kernels yet. What an op means under a recipe is said above this package, in
+Fused operations run it on a CPU. What an op means under a recipe is said above this package, in
 `fusible_ops.quantized_linear`.
 
 Recipe: E4M3, FP32 scales for decoding (`x ≈ data · scale`), powers of two unless asked otherwise; blocks of 1x128 along

@@ -27,7 +27,15 @@ from torch.nn import Parameter
 from cute_kernels import reference
 from cute_kernels.activation import Activation
 from cute_kernels.facts import NO_PLANS, Plans
-from cute_kernels.registry import Pick, empty_as_none, hopper, hopper_host, none_as_empty, plain, register
+from cute_kernels.fp8_ops import fp8_grouped_gemm as fp8_grouped_gemm
+from cute_kernels.fp8_ops import fp8_grouped_gemm_act as fp8_grouped_gemm_act
+from cute_kernels.fp8_ops import fp8_grouped_gemm_dact as fp8_grouped_gemm_dact
+from cute_kernels.fp8_ops import fp8_grouped_wgrad as fp8_grouped_wgrad
+from cute_kernels.fp8_ops import fp8_grouped_wgrad_ as fp8_grouped_wgrad_
+from cute_kernels.fp8_ops import fp8_quantize as fp8_quantize
+from cute_kernels.fp8_ops import fp8_quantize_weight as fp8_quantize_weight
+from cute_kernels.fp8_ops import padded_group_offsets as padded_group_offsets
+from cute_kernels.registry import MARGIN, Pick, empty_as_none, hopper, hopper_host, none_as_empty, plain, register
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Implementations for a source of kernels: `pick(name)` gives the function called `name` of reference or of an
@@ -113,8 +121,7 @@ def _fake_dscale(dy, bias, offsets):
     return dy.new_empty(dy.shape[0], dtype=torch.float32)
 
 
-_MARGIN = "*, int sm_margin=0"
-_SHARING = f"{_MARGIN}, Tensor? counter=None"
+_SHARING = f"{MARGIN}, Tensor? counter=None"
 _OPERATORS = (
     ("group_offsets(Tensor split_sizes, SymInt rows) -> Tensor", plain, _fake_group_offsets),
     (
@@ -154,7 +161,7 @@ _OPERATORS = (
     ),
     (
         "dact(Tensor dact, Tensor preact, Tensor offsets, Tensor? probs, str activation, bool need_dprobs, "
-        f"{_MARGIN}) -> (Tensor, Tensor)",
+        f"{MARGIN}) -> (Tensor, Tensor)",
         _with_activation,
         _fake_dact,
     ),
@@ -170,11 +177,11 @@ _OPERATORS = (
         _fake_wgrad_,
     ),
     (
-        f"grouped_dbias(Tensor dy, Tensor offsets, Tensor? scale=None, int glu_interleave=0, {_MARGIN}) -> Tensor",
+        f"grouped_dbias(Tensor dy, Tensor offsets, Tensor? scale=None, int glu_interleave=0, {MARGIN}) -> Tensor",
         plain,
         _fake_dbias,
     ),
-    (f"grouped_dscale(Tensor dy, Tensor bias, Tensor offsets, {_MARGIN}) -> Tensor", plain, _fake_dscale),
+    (f"grouped_dscale(Tensor dy, Tensor bias, Tensor offsets, {MARGIN}) -> Tensor", plain, _fake_dscale),
 )
 
 for _schema, _make, _fake in _OPERATORS:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 _LIBRARY = torch.library.Library("fusible_ops", "DEF")
 
+MARGIN = "*, int sm_margin=0"
+"""What the schemas of kernels end with that use more than one SM."""
 Pick = Callable[[str], Callable]
 """Gives the function of a name, of a reference or of an architecture."""
 
@@ -24,8 +26,11 @@ def hopper_host() -> Any:
 
 
 def hopper(name: str) -> Callable[..., object]:
-    """The Hopper host function called `name`."""
-    return getattr(hopper_host(), name)
+    """The Hopper host function called `name`; `NotImplementedError` if this version has none."""
+    found = getattr(hopper_host(), name, None)
+    if found is None:
+        raise NotImplementedError(f"{name}: no CUDA kernel for it is in this version")
+    return found
 
 
 def none_as_empty(results: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:

@@ -19,6 +19,13 @@ def same_values(a: Tensor | None, b: Tensor | None) -> bool:
     return a.data_ptr() == b.data_ptr()
 
 
+def version_of(splits: Tensor | None) -> int:
+    """How often they were changed; -1 if that is not counted."""
+    if splits is None:
+        return 0
+    return -1 if splits.is_inference() else splits._version
+
+
 class Groups(NamedTuple):
     """offsets: int32 [G+1]. splits, version: the split sizes that they were made from, and their version then; None
     where all rows are one group. A version of -1 is of no tensor that is known, or of one that inference mode made, of
@@ -35,8 +42,7 @@ class Groups(NamedTuple):
         if splits is None:
             whole = torch.full((1,), rows, dtype=torch.int32, device=device)
             return Groups(reference.group_offsets(whole, rows), None, 0)
-        version = -1 if splits.is_inference() else splits._version
-        return Groups(reference.group_offsets(splits, rows), splits, version)
+        return Groups(reference.group_offsets(splits, rows), splits, version_of(splits))
 
     def are(self, other: Groups | None) -> bool:
         """Whether these are surely the other's groups. Never asks the device."""

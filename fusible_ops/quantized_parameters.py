@@ -31,10 +31,7 @@ def as_quantized(
     """
     parameters = held.weights
     if isinstance(parameters[0], QuantizedTensor):
-        if not _alike(parameters):
-            check_alike(parameters, held.transposed, owner)
-            parameters = [q.with_usage(True, columnwise) for q in parameters]  # type: ignore[attr-defined]
-        return stacked(parameters).with_usage(True, columnwise)
+        return as_held(held, columnwise, owner)
 
     def make() -> list[Tensor]:
         plain = as_one(parameters, 3).to(dtype)
@@ -44,6 +41,15 @@ def as_quantized(
     (made,) = make() if quantizer.scales is not None else casts.cast(parameters, form, records, make)
     assert isinstance(made, QuantizedTensor)
     return made
+
+
+def as_held(held: Held, columnwise: bool, owner: str) -> QuantizedTensor:
+    """Weights that are held quantised as one `[G, N, K]`, as `as_quantized` gives them."""
+    parameters = held.weights
+    if not _alike(parameters):
+        check_alike(parameters, held.transposed, owner)
+        parameters = [q.with_usage(True, columnwise) for q in parameters]  # type: ignore[attr-defined]
+    return stacked(parameters).with_usage(True, columnwise)
 
 
 def _alike(parameters: Sequence[Tensor]) -> bool:

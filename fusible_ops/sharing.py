@@ -17,7 +17,12 @@ COUNTED = frozenset(
     f"grouped_{name}" for name in ("gemm", "gemm_", "gemm_dgrad", "gemm_act", "gemm_dact", "wgrad", "wgrad_")
 )
 """Kernels that take tiles."""
-BOUNDED = COUNTED | {"dact", "grouped_dbias", "grouped_dscale"}
+_FP8 = (
+    "quantize",
+    "quantize_weight",
+    *(f"grouped_{name}" for name in ("gemm", "gemm_act", "gemm_dact", "wgrad", "wgrad_")),
+)
+BOUNDED = COUNTED | {"dact", "grouped_dbias", "grouped_dscale"} | {f"fp8_{name}" for name in _FP8}
 """Kernels that use more than one SM."""
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from patterns.chain import Chain, OpSpec
+from dataclasses import replace
+
+from cute_kernels.quantization.formats import fp8_block
+from patterns.chain import Chain, OpSpec, RecipeSpec
 
 DTYPE = "bfloat16"
 
@@ -30,6 +33,10 @@ def activation(kind: str, name: str = "act", **more: object) -> OpSpec:
     return OpSpec(kind, name, facts | more)
 
 
+FP8_BLOCKS = RecipeSpec(
+    "Float8BlockScaling",
+    {"input": fp8_block(), "weight": fp8_block(dims=2), "grad_output": fp8_block(), "backward_override": None},
+)
 QUANTIZE = OpSpec("quantize", "quantize", {"forward": True, "backward": False})
 
 _MOE = (
@@ -48,3 +55,10 @@ FFN = Chain(_FFN, DTYPE)
 FFN_ACTIVATION_QUANTIZE = Chain((*_FFN[:2], QUANTIZE), DTYPE)
 FFN_LINEAR_QUANTIZE = Chain((_FFN[0], QUANTIZE), DTYPE)
 FFN_LINEAR = Chain(_FFN[:1], DTYPE)
+
+MOE_FP8 = replace(MOE, recipe=FP8_BLOCKS)
+MOE_ACTIVATION_QUANTIZE_FP8 = replace(MOE_ACTIVATION_QUANTIZE, recipe=FP8_BLOCKS)
+MOE_LINEAR_FP8 = replace(MOE_LINEAR, recipe=FP8_BLOCKS)
+FFN_FP8 = replace(FFN, recipe=FP8_BLOCKS)
+FFN_ACTIVATION_QUANTIZE_FP8 = replace(FFN_ACTIVATION_QUANTIZE, recipe=FP8_BLOCKS)
+FFN_LINEAR_FP8 = replace(FFN_LINEAR, recipe=FP8_BLOCKS)

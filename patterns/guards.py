@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from cute_kernels.catalog import GLU_ACTIVATIONS
 from cute_kernels.limits import Facts, Limit, Refusal, Words
+from cute_kernels.quantization.formats import Format, mxfp8
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,32 @@ class RecipeIs(Guard):
 
     def __str__(self) -> str:
         return f"the recipe is {self.name}" if self.name else "no quantisation recipe"
+
+
+@dataclass(frozen=True)
+class RecipeFormat(Guard):
+    """Where the recipe states the format of this operand, it is one of `formats`. role: "input", "weight", …"""
+
+    role: str
+    formats: tuple[Format, ...]
+
+    def letters(self) -> tuple[str, ...]:
+        return (f"recipe.{self.role}",)
+
+    def check(self, facts: Facts, words: Words | None = None, rule: str = "") -> Refusal | None:
+        return super().check({self.letters()[0]: self.formats[0], **facts}, words, rule)
+
+    def holds(self, facts: Facts) -> bool:
+        return facts[self.letters()[0]] in self.formats
+
+    def wanted(self, facts: Facts, words: Words) -> str:
+        return " or ".join(str(format) for format in self.formats)
+
+    def counterexample(self) -> dict[str, object]:
+        return {self.letters()[0]: mxfp8()}
+
+    def __str__(self) -> str:
+        return f"recipe.{self.role} is {' or '.join(str(format) for format in self.formats)}"
 
 
 @dataclass(frozen=True)
@@ -190,6 +217,7 @@ class ClampIsLegal(Guard):
 same = Same
 absent = Absent
 recipe_is = RecipeIs
+recipe_format = RecipeFormat
 feeds = Feeds
 even_for_glu = EvenForGlu
 clamp_is_legal = ClampIsLegal

@@ -7,10 +7,15 @@ The table is a constant: it never depends on the machine or on import order; wha
 from __future__ import annotations
 
 from cute_kernels import catalog
+from cute_kernels.limits import one_of
+from cute_kernels.quantization.formats import fp8_block
 from patterns import examples
-from patterns.guards import absent, clamp_is_legal, even_for_glu, feeds, recipe_is, same
+from patterns.guards import absent, clamp_is_legal, even_for_glu, feeds, recipe_format, recipe_is, same
 from patterns.rule import Bound, Rule, bind, slot
 
+GROUPED_MLP_FP8 = "fusible_ops.fused.grouped_mlp_fp8:GroupedMLPFp8"
+LINEAR_ACTIVATION_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearActivationFp8"
+LINEAR_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearFp8"
 GROUPED_MLP = "fusible_ops.fused.grouped_mlp:GroupedMLP"
 LINEAR_ACTIVATION = "fusible_ops.fused.grouped_linear:GroupedLinearActivation"
 LINEAR = "fusible_ops.fused.grouped_linear:FusedGroupedLinear"
@@ -19,9 +24,18 @@ LINEAR = "fusible_ops.fused.grouped_linear:FusedGroupedLinear"
 # Slots and guards
 
 _ACTIVATION = slot("act", *catalog.ACTIVATIONS, title="an activation")
+_QUANTIZE = slot("quantize", "quantize", optional=True)
 _GLU = slot("act", *catalog.GLU_ACTIVATIONS, title="a GLU")
 
 _NO_RECIPE = recipe_is(None)
+_FP8_ROWS = tuple(fp8_block(force_pow_2_scales=powers) for powers in (True, False))
+_FP8_BLOCKS = (
+    recipe_is("Float8BlockScaling"),
+    recipe_format("input", _FP8_ROWS),
+    recipe_format("weight", tuple(fp8_block(dims=2, force_pow_2_scales=powers) for powers in (True, False))),
+    recipe_format("grad_output", _FP8_ROWS),
+    absent("recipe.backward_override", "a quantised backward: no backward_override", "dequantized"),
+)
 _ACT = (
     absent("act.cache_quantized_input", "an activation that does not cache a quantised input"),
     clamp_is_legal("act"),
@@ -30,6 +44,15 @@ _SAME_GROUPS = same("fc1.num_groups", "fc2.num_groups")
 _FITS = feeds("fc1.out_features", "act.kind", "fc2.in_features")
 _EVEN = even_for_glu("fc1.out_features", "act.kind")
 _PLAIN_FC1_BIAS = absent("fc1.scale_bias", "an FC1 bias that is not scaled")
+
+_FP8_OUT = one_of("fc.compute_dtype", ("bfloat16",), stage="guard")
+_FP8_ACT = (
+    *_ACT,
+    absent("act.glu_interleave", "gate and up rows as [gate | up]", 32),
+    one_of("fc1.compute_dtype", ("bfloat16",), stage="guard"),
+)
+_QUANTIZES = one_of("quantize.forward", (True,), stage="guard")
+_PLAIN_BACKWARD = absent("quantize.backward", "a Quantize whose gradient stays as it is")
 
 _SAME_DTYPE = same("fc1.compute_dtype", "fc2.compute_dtype", ("float16", "bfloat16"))
 
@@ -90,10 +113,95 @@ _SM100_MLP = (
     ),
 )
 
+
+def _fp8_linear(label: str, *, act_columns: str = "") -> tuple[Bound, ...]:
+    """The same in E4M3 blocks."""
+    k, n = f"{label}.in_features", f"{label}.out_features"
+    forward = bind(catalog.SM90_FP8_GROUPED_GEMM, f"{label} forward", K=k, N=n)
+    if act_columns:
+        use = f"{label}, act and quantise forward"
+        forward = bind(catalog.SM90_FP8_GROUPED_GEMM_ACT, use, K=k, N=n, I=act_columns, activation="act.kind")
+    weight = f"{label} weights, once per update"
+    return (
+        bind(catalog.SM90_FP8_QUANTIZE_WEIGHT, weight, K=k, N=n, dtype=f"{label}.compute_dtype"),
+        forward,
+        bind(catalog.SM90_FP8_GROUPED_WGRAD, f"{label} weight gradient", K=k, N=n),
+        bind(
+            catalog.SM90_GROUPED_DBIAS,
+            f"{label} bias gradient, scaled",
+            when=f"{label}.scale_bias",
+            N=n,
+            dtype=f"{label}.compute_dtype",
+        ),
+        bind(
+            catalog.SM90_GROUPED_DSCALE,
+            f"{label} scale gradient",
+            when=f"{label}.scale_bias",
+            N=n,
+            dtype=f"{label}.compute_dtype",
+        ),
+    )
+
+
+def _fp8_rows(label: str) -> tuple[Bound, ...]:
+    """What the first of the ops, a linear, does with its rows, and the last step of its backward."""
+    k, n, dtype = f"{label}.in_features", f"{label}.out_features", f"{label}.compute_dtype"
+    return (
+        bind(catalog.SM90_PADDED_GROUP_OFFSETS, "rows of each group, plain and padded", G=f"{label}.num_groups"),
+        bind(catalog.SM90_FP8_QUANTIZE, f"{label} input, in both orientations", K=k, dtype=dtype),
+        bind(catalog.SM90_FP8_GROUPED_GEMM, f"{label} input gradient", K=n, N=k),
+    )
+
+
+def _fp8_gradient(of: str, columns: str, dtype: str) -> Bound:
+    return bind(catalog.SM90_FP8_QUANTIZE, f"{of}, in both orientations, with its sums", K=columns, dtype=dtype)
+
+
+_FP8_LINEAR = (
+    *_fp8_rows("fc"),
+    *_fp8_linear("fc"),
+    _fp8_gradient("output gradient", "fc.out_features", "fc.compute_dtype"),
+)
+_FP8_LINEAR_ACT = (
+    *_fp8_rows("fc1"),
+    *_fp8_linear("fc1", act_columns="act.columns"),
+    bind(catalog.SM90_DACT, "act backward", I="act.columns", activation="act.kind", dtype="fc1.compute_dtype"),
+    _fp8_gradient("pre-activation gradient", "fc1.out_features", "fc1.compute_dtype"),
+)
+_FP8_MLP = (
+    *_fp8_rows("fc1"),
+    *_fp8_linear("fc1", act_columns="fc2.in_features"),
+    *_fp8_linear("fc2"),
+    _fp8_gradient("output gradient", "fc2.out_features", "fc2.compute_dtype"),
+    bind(
+        catalog.SM90_FP8_GROUPED_GEMM_DACT,
+        "fc2 input gradient, act backward and quantise",
+        H="fc2.out_features",
+        I="fc2.in_features",
+        activation="act.kind",
+    ),
+)
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The table
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        name="grouped_mlp_fp8",
+        pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "grouped_linear")),
+        guards=(*_FP8_BLOCKS, _SAME_GROUPS, _FITS, _SAME_DTYPE, _PLAIN_FC1_BIAS, *_FP8_ACT, _PLAIN_BACKWARD),
+        program=GROUPED_MLP_FP8,
+        kernels=_FP8_MLP,
+        example=examples.MOE_FP8,
+    ),
+    Rule(
+        name="mlp_fp8",
+        pattern=(slot("fc1", "linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "linear")),
+        guards=(*_FP8_BLOCKS, _FITS, _SAME_DTYPE, *_FP8_ACT, _PLAIN_BACKWARD),
+        program=GROUPED_MLP_FP8,
+        kernels=_FP8_MLP,
+        example=examples.FFN_FP8,
+    ),
     Rule(
         name="grouped_mlp",
         pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, slot("fc2", "grouped_linear")),
@@ -117,6 +225,22 @@ RULES: tuple[Rule, ...] = (
         program=GROUPED_MLP,
         kernels=_MLP,
         example=examples.FFN,
+    ),
+    Rule(
+        name="grouped_linear_activation_fp8",
+        pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, slot("quantize", "quantize")),
+        guards=(*_FP8_BLOCKS, _EVEN, _PLAIN_FC1_BIAS, *_FP8_ACT, _QUANTIZES, _PLAIN_BACKWARD),
+        program=LINEAR_ACTIVATION_FP8,
+        kernels=_FP8_LINEAR_ACT,
+        example=examples.MOE_ACTIVATION_QUANTIZE_FP8,
+    ),
+    Rule(
+        name="linear_activation_fp8",
+        pattern=(slot("fc1", "linear"), _ACTIVATION, slot("quantize", "quantize")),
+        guards=(*_FP8_BLOCKS, _EVEN, *_FP8_ACT, _QUANTIZES, _PLAIN_BACKWARD),
+        program=LINEAR_ACTIVATION_FP8,
+        kernels=_FP8_LINEAR_ACT,
+        example=examples.FFN_ACTIVATION_QUANTIZE_FP8,
     ),
     Rule(
         name="grouped_linear_activation",
@@ -149,6 +273,22 @@ RULES: tuple[Rule, ...] = (
         program=LINEAR,
         kernels=_LINEAR,
         example=examples.FFN_LINEAR_QUANTIZE,
+    ),
+    Rule(
+        name="grouped_linear_fp8",
+        pattern=(slot("fc", "grouped_linear"),),
+        guards=(*_FP8_BLOCKS, _FP8_OUT),
+        program=LINEAR_FP8,
+        kernels=_FP8_LINEAR,
+        example=examples.MOE_LINEAR_FP8,
+    ),
+    Rule(
+        name="linear_fp8",
+        pattern=(slot("fc", "linear"),),
+        guards=(*_FP8_BLOCKS, _FP8_OUT),
+        program=LINEAR_FP8,
+        kernels=_FP8_LINEAR,
+        example=examples.FFN_LINEAR_FP8,
     ),
     Rule(
         name="grouped_linear",

@@ -14,10 +14,14 @@ import pytest
 import torch
 
 import fusible_ops as ops
+from cute_kernels import catalog
+from patterns import RULES
 from tests.cases import Splits
-from tests.models import MLP, as_if_on
+from tests.models import EVERY_KERNEL, MLP, as_if_on
 
 HOPPER = pytest.mark.gpu("sm_90a")
+_FP8 = catalog.SM90_FP8_GROUPED_GEMM.missing
+FP8_KERNELS = pytest.mark.skipif(bool(_FP8), reason=_FP8)
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,18 @@ class Place:
             stack.enter_context(ops.autocast(enabled=self.recipe is not None, recipe=self.recipe))
             yield
 
+    @property
+    def bound(self) -> float:
+        """How far a gradient may be from that of the unfused ops. Those round the activation's gradient to BF16; where
+        the next is E4M3, that moves some of its values by a step.
+        """
+        return 2.5e-2 if self.fused and self.recipe is not None else 1e-2
+
     def options(self) -> dict[str, object]:
         """Arguments of `Sequential` that make it fused, all of it, or unfused."""
-        return {"on_unfused": "error"} if self.fused else {"rules": ()}
+        if not self.fused:
+            return {"rules": ()}
+        return {"on_unfused": "error", "rules": EVERY_KERNEL if self.device == "cpu" else RULES}
 
     def build(self, mlp: MLP, splits: Splits, dtype: torch.dtype = torch.bfloat16, **kwargs: object) -> ops.Sequential:
         return mlp.build(splits, self.device, dtype, **self.options(), **kwargs)
@@ -53,6 +66,8 @@ PLACES = [
 BLOCK, CURRENT = ops.Float8BlockScaling(), ops.Float8CurrentScaling()
 RECIPE_PLACES = [
     pytest.param(Place("cpu", False, BLOCK), id="cpu-block"),
+    pytest.param(Place("cpu", True, BLOCK), id="cpu-block-fused"),
     pytest.param(Place("cpu", False, CURRENT), id="cpu-current"),
     pytest.param(Place("cuda", False, BLOCK), id="cuda-block", marks=HOPPER),
+    pytest.param(Place("cuda", True, BLOCK), id="cuda-block-fused", marks=[HOPPER, FP8_KERNELS]),
 ]

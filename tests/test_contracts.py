@@ -465,7 +465,8 @@ def test_three_micro_batches(place: Place, single: bool, delay: bool, to: str) -
     """
     linear = {"single_grouped_weight": single, "delay_wgrad_compute": delay}
     linear["accumulate_into_main_grad"] = to != "grad"
-    mlp, plain = MLP("scaled_swiglu", bias=True, linear=linear), MLP("scaled_swiglu", bias=True)
+    sizes_of = {"intermediate": 64, "bias": True}
+    mlp, plain = MLP("scaled_swiglu", linear=linear, **sizes_of), MLP("scaled_swiglu", **sizes_of)
     model, other = place.build(mlp, SPLITS), place.build(plain, SPLITS)
     other.load_state_dict(model.state_dict())
     inputs, sizes = Inputs.random(SPLITS, mlp.hidden, place.device, BF16), SPLITS.tensor(place.device)

@@ -67,12 +67,14 @@ def test_gradients_have_the_right_size(place: Place, recipe: ops.Recipe) -> None
 
 @pytest.mark.parametrize(
     ("activation", "hidden", "intermediate"),
-    [("scaled_swiglu", 200, 72), ("scaled_swiglu", 256, 2880), ("scaled_srelu", 144, 1856)],
+    [("scaled_swiglu", 208, 192), ("scaled_swiglu", 256, 2880), ("scaled_srelu", 144, 1856)],
 )
 def test_padding_of_scales_is_never_used(
     place: Place, activation: str, hidden: int, intermediate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scales that only fill up their storage are NaN: everything is as if they were zero."""
+    """Scales that only fill up their storage are NaN: everything is as if they were zero. (The FP8 kernels' reference
+    always has NaN there.)
+    """
     mlp = MLP(activation, hidden=hidden, intermediate=intermediate, bias=True)
     splits = Splits("two", (5, 11), 20)
     model = place.build(mlp, splits)
@@ -92,7 +94,9 @@ def test_padding_of_scales_is_never_used(
         assert t.isfinite().all(), name
         assert_bitwise_equal(got[name], t, name)
     with ops.autocast(enabled=False):
-        exact = step(model.float(), mlp, inputs.to(torch.float32))
+        wide = mlp.build(splits, place.device, torch.float32)
+        wide.load_state_dict(model.state_dict())
+        exact = step(wide, mlp, inputs.to(torch.float32))
     assert relative_error(got["y"], exact["y"]) <= 0.07
 
 
@@ -122,7 +126,7 @@ def test_zeros_stay_zeros(place: Place) -> None:
         if name.endswith("scale"):
             assert part.isfinite().all() and (part > 0).sum() >= part[..., :1].numel()
     assert (q.dequantize() == 0).all()
-    mlp, splits = MLP(hidden=160, intermediate=72, bias=True), Splits("two", (3, 4), 9)
+    mlp, splits = MLP(hidden=160, intermediate=64, bias=True), Splits("two", (3, 4), 9)
     model = place.build(mlp, splits)
     inputs = Inputs.random(splits, mlp.hidden, place.device, torch.bfloat16)
     with torch.no_grad():

@@ -20,11 +20,15 @@ _MODULES = {
     "dact": "rowwise",
     "grouped_dbias": "rowwise",
     "grouped_dscale": "rowwise",
+    "fp8_quantize": "fp8_quantize",
+    "fp8_quantize_weight": "fp8_quantize",
+    "fp8_grouped_wgrad": "fp8_wgrad",
+    "fp8_grouped_wgrad_": "fp8_wgrad",
 }
 
 
 def function(name: str) -> Callable:
-    """The host function called `name`, with the signature it has in `cute_kernels.reference`."""
+    """The host function called `name`, with the signature it has in `cute_kernels.reference` or `fp8_reference`."""
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 

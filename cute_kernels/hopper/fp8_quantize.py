@@ -78,9 +78,10 @@ def fp8_quantize(
     columnwise: bool = True,
     column_sums: bool = False,
     power_of_two: bool = True,
+    sm_margin: int = 0,
 ) -> Fp8Copies:
-    """`fp8_reference.fp8_quantize`; column sums come with the transposed copy only."""
-    plan = _plan(facts(x), facts(offsets), facts(padded), rowwise, columnwise, column_sums, power_of_two)
+    """`fp8_reference.fp8_quantize`; column sums come with the transposed copy only. sm_margin: SMs to leave free."""
+    plan = _plan(facts(x), facts(offsets), facts(padded), rowwise, columnwise, column_sums, power_of_two, sm_margin)
     (rows, columns), device, fp32 = x.shape, x.device, torch.float32
     data = scale = data_t = scale_t = partial = sums = None
     if rowwise:
@@ -109,6 +110,7 @@ def _plan(
     columnwise: bool,
     sums: bool,
     power_of_two: bool,
+    sm_margin: int,
 ) -> Plan:
     name = SM90_FP8_QUANTIZE.name
     if len(x.shape) != 2:
@@ -122,7 +124,7 @@ def _plan(
     check_shape(name, "padded", padded, (groups + 1,), x, (torch.int32,))
     options = QuantizeOptions(dtype_name(x.dtype), rowwise, columnwise, sums, power_of_two, deepest(columnwise, sums))
     blocks, column_blocks = padded_rows(rows, groups) // BLOCK, -(-columns // BLOCK)
-    grid = min(multiprocessors(SM90_FP8_QUANTIZE, x.device), blocks * column_blocks)
+    grid = min(multiprocessors(SM90_FP8_QUANTIZE, x.device, sm_margin), blocks * column_blocks)
     return Plan(options, groups, blocks, column_blocks, grid, is_readable(x))
 
 
@@ -138,11 +140,13 @@ class WeightPlan:
     transposed: bool
 
 
-def fp8_quantize_weight(weights: Sequence[Tensor], columnwise: bool = True, power_of_two: bool = True) -> Fp8Weights:
+def fp8_quantize_weight(
+    weights: Sequence[Tensor], columnwise: bool = True, power_of_two: bool = True, sm_margin: int = 0
+) -> Fp8Weights:
     """`fp8_reference.fp8_quantize_weight`. Of weights stored [K, N] (`mT` of what is contiguous) the two copies change
-    places: a block is square.
+    places: a block is square. sm_margin: SMs to leave free.
     """
-    plan = _weight_plan(list_facts(weights), columnwise, power_of_two)
+    plan = _weight_plan(list_facts(weights), columnwise, power_of_two, sm_margin)
     base, table, device = weights[0], None, weights[0].device
     stream = launch.current_stream(device)
     if plan.options.separate:
@@ -164,7 +168,7 @@ def _square_copy(groups: int, rows: int, columns: int, device: torch.device) -> 
 
 
 @functools.lru_cache(KEPT)
-def _weight_plan(weights: ListFacts, columnwise: bool, power_of_two: bool) -> WeightPlan:
+def _weight_plan(weights: ListFacts, columnwise: bool, power_of_two: bool, sm_margin: int) -> WeightPlan:
     name, first, separate = SM90_FP8_QUANTIZE_WEIGHT.name, weights.kinds[0], weights.separate
     if len(first.shape) != 2 + (not separate):
         raise ValueError(f"{name}: weights starts with {list(first.shape)}, needs one [G, N, K] or G tensors [N, K]")
@@ -181,7 +185,7 @@ def _weight_plan(weights: ListFacts, columnwise: bool, power_of_two: bool) -> We
     turns = columnwise or transposed
     options = QuantizeWeightOptions(dtype_name(first.dtype), turns, separate, power_of_two, deepest(turns, False))
     tiles = groups * -(-rows // BLOCK) * -(-columns // BLOCK)
-    grid = min(multiprocessors(SM90_FP8_QUANTIZE_WEIGHT, first.device), tiles)
+    grid = min(multiprocessors(SM90_FP8_QUANTIZE_WEIGHT, first.device, sm_margin), tiles)
     return WeightPlan(options, groups, rows, columns, grid, transposed)
 
 

@@ -17,7 +17,7 @@ from fusible_ops import call
 from fusible_ops.sharing import BOUNDED, COUNTED, shared
 from tests.cases import Splits
 from tests.compare import assert_bitwise_equal
-from tests.models import MLP, Inputs, as_if_on, step
+from tests.models import EVERY_KERNEL, MLP, Inputs, as_if_on, step
 
 SPLITS = Splits("small", (3, 0, 6), rows=11)
 FULL = MLP("scaled_swiglu", bias=True, scale_bias=True)
@@ -137,6 +137,19 @@ def test_a_delayed_weight_gradient_shares(recorder: Recorder) -> None:
             linear.backward_dw()
     assert [(name, how["sm_margin"]) for name, how in recorder.calls] == [("grouped_wgrad", 4)] * 2
     assert len({how["counter"].data_ptr() for _, how in recorder.calls}) == 2
+
+
+@pytest.mark.parametrize("scheduler", ["static", "dynamic"])
+def test_fp8_kernels_leave_the_margin(recorder: Recorder, scheduler: str) -> None:
+    """All that use more than one SM; their tiles are dealt out beforehand."""
+    mlp = MLP("scaled_swiglu", 64, 64, bias=True, scale_bias=True)
+    model = mlp.build(SPLITS, "cpu", torch.bfloat16, on_unfused="error", rules=EVERY_KERNEL)
+    model.scheduler, model.sm_margin = scheduler, 8
+    with as_if_on("sm_90a"), ops.autocast(recipe=ops.Float8BlockScaling()):
+        step(model, mlp, Inputs.random(SPLITS, mlp.hidden, "cpu", torch.bfloat16))
+    calls = [(name, how) for name, how in recorder.calls if name != "padded_group_offsets"]
+    assert {name for name, _ in calls} >= {"fp8_quantize", "fp8_quantize_weight", "fp8_grouped_gemm_dact"}
+    assert all(how["sm_margin"] == 8 and "counter" not in how for _, how in calls)
 
 
 def test_changing_them_takes_effect(recorder: Recorder) -> None:

@@ -1,0 +1,113 @@
+"""The FP8 operators: schemas, shape functions, and that CPU tensors get the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_kernels import fp8_reference, ops, registry
+from cute_kernels.activation import Activation
+from fusible_ops.sharing import BOUNDED
+from tests.compare import assert_bitwise_equal
+
+T, K, N, WIDTH = 24, 160, 192, 96
+SIZES = torch.tensor([9, 0, 11])
+OFFSETS, PADDED = fp8_reference.padded_group_offsets(SIZES, T)
+SWIGLU, SRELU = Activation("swiglu"), Activation("srelu")
+X, DY = torch.randn(T, K).bfloat16(), torch.randn(T, K).bfloat16()
+W1, W2 = torch.randn(3, N, K).bfloat16(), torch.randn(3, K, WIDTH).bfloat16()
+PREACT = torch.randn(T, N).bfloat16()
+
+x, dy = (fp8_reference.fp8_quantize(t, OFFSETS, PADDED) for t in (X, DY))
+w1, w2 = (fp8_reference.fp8_quantize_weight([w]) for w in (W1, W2))
+PROBS = torch.rand(T)
+
+CALLS = {
+    "padded_group_offsets": (SIZES, T),
+    "fp8_quantize": (X, OFFSETS, PADDED, True, True, True, True),
+    "fp8_quantize_weight": ([*W1.unbind(0)], True, False),
+    "fp8_grouped_gemm": (x.data, x.scale, w1.data, w1.scale, OFFSETS, torch.randn(3, N).bfloat16(), PROBS, 1),
+    "fp8_grouped_gemm_act": (
+        *(x.data, x.scale, w1.data, w1.scale, OFFSETS, PADDED, SWIGLU.encode(), None, PROBS),
+        *(True, True, True, True),
+    ),
+    "fp8_grouped_gemm_dact": (
+        *(dy.data, dy.scale, w2.data_t, w2.scale_t, OFFSETS, PADDED, PREACT, SWIGLU.encode(), PROBS),
+        *(True, True, True, True, True),
+    ),
+    "fp8_grouped_wgrad": (dy.data_t, dy.scale_t, x.data_t, x.scale_t, PADDED, 0),
+    "fp8_grouped_wgrad_": ([torch.zeros(3, K, K)], dy.data_t, dy.scale_t, x.data_t, x.scale_t, PADDED, 0, True),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operator_is_well_formed(name: str) -> None:
+    """The shape function, by PyTorch's own checker (its check of schemas knows no FP8); operands are left alone."""
+    operator = getattr(torch.ops.fusible_ops, name).default
+    before = [t.clone() for t in flat(tuple(CALLS[name])) if isinstance(t, torch.Tensor)]
+    shares = {"sm_margin": 4} if name in BOUNDED else {}
+    assert list(shares) == [a.name for a in operator._schema.arguments if a.kwarg_only]
+    for how in ({}, shares):
+        torch.library.opcheck(operator, CALLS[name], how, test_utils=("test_faketensor",))
+        operator(*CALLS[name], **how)
+    after = [t for t in flat(tuple(CALLS[name])) if isinstance(t, torch.Tensor)]
+    for a, b in zip(after, before, strict=True):
+        assert_bitwise_equal(bits(a), bits(b), name)
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """One-byte floats as bytes, which can be compared."""
+    return t.view(torch.uint8) if t.element_size() == 1 else t
+
+
+def flat(result: object) -> list[torch.Tensor | None]:
+    parts = result if isinstance(result, tuple) else (result,)
+    return [t for part in parts for t in (flat(part) if isinstance(part, tuple) else [part])]
+
+
+@pytest.mark.parametrize("flags", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("activation", [SWIGLU, SRELU], ids=lambda activation: activation.kind)
+def test_cpu_tensors_get_the_reference(flags: tuple[bool, bool], activation: Activation) -> None:
+    """Every function, whatever is asked for; what is not is None."""
+    operands = (x.data, x.scale, w1.data, w1.scale, OFFSETS)
+    back = (dy.data, dy.scale, w2.data_t, w2.scale_t, OFFSETS, PADDED)
+    preact = PREACT[:, : WIDTH * activation.halves].contiguous()
+    for module_call in (
+        lambda m: m.fp8_quantize(X, OFFSETS, PADDED, *flags, flags[1]),
+        lambda m: m.fp8_quantize_weight([W1], flags[1]),
+        lambda m: m.fp8_grouped_gemm(*operands),
+        lambda m: m.fp8_grouped_gemm_act(*operands, PADDED, activation, None, PROBS, *flags, save_preact=flags[0]),
+        lambda m: m.fp8_grouped_gemm_dact(
+            *back, preact, activation, PROBS, *flags, need_dprobs=flags[0], need_dbias=flags[1]
+        ),
+        lambda m: m.fp8_grouped_wgrad(dy.data_t, dy.scale_t, x.data_t, x.scale_t, PADDED),
+    ):
+        got, want = flat(module_call(ops)), flat(module_call(fp8_reference))
+        assert [t is None for t in got] == [t is None for t in want]
+        for a, b in zip(got, want, strict=True):
+            if b is not None:
+                assert_bitwise_equal(bits(a), bits(b))
+
+
+def test_shapes_of_copies_are_those_of_the_reference() -> None:
+    """Both dimensions of every buffer, for rows and columns that fill no block."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for name, call in CALLS.items():
+        if name.endswith("_"):
+            continue
+        operator = getattr(torch.ops.fusible_ops, name).default
+        with FakeTensorMode() as mode:
+            fake = operator(*(mode.from_tensor(t) if isinstance(t, torch.Tensor) else _faked(mode, t) for t in call))
+        for a, b in zip(flat(fake), flat(operator(*call)), strict=True):
+            assert a.shape == b.shape and a.dtype == b.dtype, name
+
+
+def test_what_has_no_kernel_says_so() -> None:
+    """Also on a machine without CUDA: host functions are looked up before anything is launched."""
+    with pytest.raises(NotImplementedError, match="fp8_nothing: no CUDA kernel for it is in this version"):
+        registry.hopper("fp8_nothing")
+
+
+def _faked(mode, value):
+    return [mode.from_tensor(t) for t in value] if isinstance(value, list) else value
