@@ -5,9 +5,10 @@ arguments)`; `options` is a frozen dataclass of static facts, dtypes included. T
 tensors in the order of the fake arguments and, last, the stream as an integer (`current_stream(device)`); it makes the
 tensors' own device current, checks dtypes, ranks and shape relations, and launches.
 
-CUTLASS is imported when a kernel is first asked for. The architecture goes to the compiler as an option, so the user's
-environment is neither read nor changed, and `precompile` works on a machine without a GPU. A compile is always exported
-and loaded back: what runs is byte for byte what the cache holds.
+Looked for in this order: memory; packs (`use_kernels`, then $FUSIBLE_OPS_KERNELS); the cache directory; the compiler.
+CUTLASS is imported to compile, and to load where no C linker was at hand when the kernel was compiled. The architecture
+goes to the compiler as an option, so the user's environment is neither read nor changed, and `precompile` works on a
+machine without a GPU. A compile is always exported and loaded back: what runs is byte for byte what the cache holds.
 
 Everything here may be called from several threads: the first caller compiles, the others wait. As with other PyTorch
 code, run a step once before capturing it in a CUDA graph: a kernel's machine code is loaded at its first launch.
@@ -15,23 +16,19 @@ code, run a step once before capturing it in a CUDA graph: a kernel's machine co
 
 from __future__ import annotations
 
+import functools
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
-from cute_kernels import cache, target
-
-_PACKAGES = {  # import name -> distribution
-    "cutlass": "nvidia-cutlass-dsl",
-    "tvm_ffi": "apache-tvm-ffi",
-    "filelock": "filelock",
-}
+from cute_kernels import cache, objects, target
+from cute_kernels.cache_key import entry_key
 
 Function = Callable[..., None]
 Spec = tuple[str, Any, str]
@@ -40,7 +37,8 @@ _functions: dict[Spec, Function] = {}
 _failures: dict[Spec, str] = {}
 _lock = threading.RLock()  # held while compiling: the DSL keeps its state in globals
 _compiled = 0
-_forbidden = 0
+_forbidden = 0  # how many `use_kernels` in force forbid compiling
+_packs: list[Path] = []  # of those in force, the latest first
 
 
 class MissingPackageError(RuntimeError):
@@ -77,17 +75,41 @@ def compile_count() -> int:
     return _compiled
 
 
-@contextmanager
-def no_compile() -> Iterator[None]:
-    """Within it, in every thread, a kernel that would have to be compiled raises CompileForbiddenError."""
-    global _forbidden
-    with _lock:
-        _forbidden += 1
-    try:
-        yield
-    finally:
+class use_kernels:
+    """Where kernels come from, from here on and in every thread; in a `with` statement, until its end.
+
+    packs: directories of kernels compiled beforehand, looked through first. no_compile: a kernel that would have to be
+    compiled raises CompileForbiddenError with its key and the places that were looked through.
+    Errors: NotADirectoryError, and PermissionError for a directory that others may write to (kernels are code).
+    """
+
+    def __init__(self, *packs: str | Path, no_compile: bool = False) -> None:
+        global _forbidden
+        self._packs, self._no_compile = [Path(pack) for pack in packs], no_compile
+        for pack in self._packs:
+            if not pack.is_dir():
+                raise NotADirectoryError(f"there is no directory of kernels {pack}")
+            if why := cache.distrust(pack, is_pack=True):
+                raise PermissionError(f"kernels in {pack} are not used: {why}")
         with _lock:
-            _forbidden -= 1
+            _packs[:0] = self._packs
+            _forbidden += no_compile
+
+    def __enter__(self) -> use_kernels:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _forbidden
+        with _lock:
+            for pack in self._packs:
+                _packs.remove(pack)
+            _forbidden -= self._no_compile
+
+
+no_compile = functools.partial(use_kernels, no_compile=True)
+"""Within `with no_compile():` nothing is compiled."""
 
 
 def forget() -> None:
@@ -95,6 +117,7 @@ def forget() -> None:
     with _lock:
         _functions.clear()
         _failures.clear()
+        toolchain.cache_clear()
 
 
 def current_stream(device: torch.device) -> int:
@@ -107,8 +130,8 @@ def compile_only(module: str, options: Any, arch: str, extra: str = "") -> Any:
 
     extra: further compiler options, such as "--keep-ptx --keep-cubin --dump-dir /tmp".
     """
-    _require_packages()
-    import cutlass.cute as cute
+    cute = _imported("cutlass.cute", target.CUTLASS_DSL)
+    _imported("tvm_ffi", target.TVM_FFI)
 
     global _compiled
     with _lock:
@@ -129,51 +152,66 @@ def _obtain(spec: Spec) -> Function:
     """From disk, else compiled and stored. The caller holds the lock."""
     if spec in _failures:
         raise CompileError(_failures[spec])
-    versions = _require_packages()
     module, options, arch = spec
-    key = cache.entry_key(module, options, arch, versions)
-    facts = {"module": module, "options": repr(options), "arch": arch, "versions": versions}
+    versions = toolchain()
+    key = entry_key(module, options, arch, versions)
     name = f"fusible_{key[:24]}"
-    return cache.get_or_build(
-        Path(target.cache_dir()),
-        key,
-        facts,
-        load=lambda path: _load(path, name),
-        build=lambda path: _export(spec, key, name, path),
-    )
-
-
-def _export(spec: Spec, key: str, name: str, path: Path) -> None:
-    module, options, arch = spec
+    load = functools.partial(objects.load, name=name)
+    places = (*_packs, *target.packs())
+    for pack in places:
+        found = cache.find(pack, key, load, is_pack=True)
+        if found is not None:
+            return found
+    directory = target.cache_dir()
     if _forbidden:
-        raise CompileForbiddenError(
-            f"{module} is not compiled for {arch} with {options!r} (cache key {key}), and no_compile() is in force; "
-            "compile it ahead of time with launch.precompile"
-        )
+        found = cache.find(directory, key, load)
+        if found is None:
+            looked = ", ".join(map(str, (*places, directory)))
+            raise CompileForbiddenError(
+                f"{module} is not compiled for {arch} with {options!r} (cache key {key}; looked in {looked}), and "
+                "no_compile is in force; compile it ahead of time: fusible-ops warmup"
+            )
+        return found
+    facts = {"module": module, "options": repr(options), "arch": arch, "versions": versions}
+    return cache.get_or_build(directory, key, facts, load, lambda folder: _export(spec, key, name, folder))
+
+
+def _export(spec: Spec, key: str, name: str, folder: Path) -> list[Path]:
+    """Compile into `folder`: the files, the one to load first."""
+    module, options, arch = spec
     began = time.perf_counter()
+    path = folder / f"{key}.o"
     try:
         compile_only(module, options, arch).export_to_c(str(path), function_name=name)
+    except MissingPackageError:
+        raise
     except Exception as error:  # whatever the compiler raises: name the kernel, keep the cause, never try again
         _failures[spec] = f"{module} does not compile for {arch} with {options!r}: {error}"
         raise CompileError(_failures[spec]) from error
     cache.log.info("compiled %s for %s in %.1f s", module, arch, time.perf_counter() - began)
+    library = objects.link(path, target.c_linker())
+    return [path] if library is None else [library, path]
 
 
-def _load(path: Path, name: str) -> Function:
-    import cutlass.cute as cute
+@functools.cache
+def toolchain() -> dict[str, str]:
+    """What shapes an object beside its sources: versions by name. Raises MissingPackageError where one is missing."""
+    found = {}
+    for package in (target.CUTLASS_DSL, target.TVM_FFI):
+        version = target.package_version(package.name)
+        if version is None:
+            raise MissingPackageError(_missing(package, "is not installed"))
+        found[package.name] = version
+    runtime = target.dsl_runtime()
+    return {**found, "cuda": "unknown" if runtime is None else runtime.cuda}
 
-    return cute.runtime.load_module(str(path), enable_tvm_ffi=True)[name]
+
+def _imported(name: str, package: target.Package) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingPackageError(_missing(package, f"cannot be imported ({error})")) from error
 
 
-def _require_packages() -> dict[str, str]:
-    """Versions of the packages that shape an object; raises where one is missing."""
-    modules = {}
-    for name, distribution in _PACKAGES.items():
-        try:
-            modules[name] = importlib.import_module(name)
-        except ImportError as error:
-            raise MissingPackageError(
-                f"compiled kernels need the package {distribution}, which cannot be imported ({error}); "
-                f"install it with: pip install {distribution}"
-            ) from error
-    return {_PACKAGES[name]: str(modules[name].__version__) for name in ("cutlass", "tvm_ffi")}
+def _missing(package: target.Package, why: str) -> str:
+    return f"compiled kernels need the package {package.name}, which {why}; install it with: pip install {package.name}"

@@ -6,10 +6,12 @@ is given a `Target`, so planning and explaining need no GPU and no CUTLASS.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from pathlib import Path
 import torch
 
 CACHE_VARIABLE = "FUSIBLE_OPS_CACHE_DIR"
+PACKS_VARIABLE = "FUSIBLE_OPS_KERNELS"
 TRACER_VARIABLE = "NVTX_INJECTION64_PATH"  # Nsight Systems and Compute set it where they want NVTX ranges
 
 # Multiprocessors of a common product of each architecture: A100, A40, L40S, H100 and H200, B200, B300, RTX PRO 6000.
@@ -132,6 +135,56 @@ def cache_dir() -> Path:
     """Where compiled kernels are kept: $FUSIBLE_OPS_CACHE_DIR, else ~/.cache/fusible-ops. Read at every call."""
     place = os.environ.get(CACHE_VARIABLE)
     return Path(place).expanduser() if place else Path.home() / ".cache" / "fusible-ops"
+
+
+def packs() -> tuple[Path, ...]:
+    """Directories of kernels that were compiled beforehand: $FUSIBLE_OPS_KERNELS, separated as in $PATH. As above."""
+    return tuple(Path(place).expanduser() for place in os.environ.get(PACKS_VARIABLE, "").split(os.pathsep) if place)
+
+
+def c_linker() -> str | None:
+    """A command that links C object files, if there is one."""
+    return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+
+
+@dataclass(frozen=True)
+class DslRuntime:
+    """The library of CUTLASS DSL that compiled kernels call, and the CUDA version that it is for ("cu13")."""
+
+    cuda: str
+    path: Path
+
+
+@functools.cache
+def dsl_runtime() -> DslRuntime | None:
+    """The one that CUTLASS DSL itself takes: the newest that is installed and that the driver, if any, can run."""
+    name = "libcute_dsl_runtime.so"
+    root = _distribution_folder(CUTLASS_DSL.name)
+    folders = sorted(root.glob(f"nvidia_cutlass_dsl/cu[0-9]*/lib/{name}"), reverse=True) if root else []
+    newest = driver_cuda()
+    for path in folders:
+        cuda = path.parents[1].name
+        if newest is None or int(cuda.removeprefix("cu")) <= newest[0]:
+            return DslRuntime(cuda, path)
+    return None
+
+
+@functools.cache
+def driver_cuda() -> tuple[int, int] | None:
+    """The CUDA version of the NVIDIA driver, (13, 0) say; None where there is none."""
+    version = ctypes.c_int(0)
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def _distribution_folder(name: str) -> Path | None:
+    """Where a distribution is installed."""
+    found = next(iter(importlib.metadata.distributions(name=name)), None)
+    return None if found is None else Path(str(found.locate_file("")))
 
 
 @functools.cache

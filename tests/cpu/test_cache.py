@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import os
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from cute_kernels import cache, launch, target
+from cute_kernels import cache, cache_key, launch, objects, target
+from cute_kernels.activation import Activation
+from cute_kernels.hopper import configs
 
 ARCH = "sm_90a"
 
@@ -83,12 +90,17 @@ def read(path: Path) -> str:
 
 
 class Builder:
-    def __init__(self, text: str = "object"):
-        self.text, self.calls = text, 0
+    """Writes k.so and k.o; the first is to be loaded."""
 
-    def __call__(self, path: Path) -> None:
+    def __init__(self, text: str = "object", key: str = "k"):
+        self.text, self.key, self.calls = text, key, 0
+
+    def __call__(self, folder: Path) -> list[Path]:
         self.calls += 1
-        path.write_text(self.text)
+        paths = [folder / f"{self.key}.so", folder / f"{self.key}.o"]
+        for path in paths:
+            path.write_text(self.text)
+        return paths
 
 
 def test_builds_once_then_reads(tmp_path):
@@ -96,19 +108,24 @@ def test_builds_once_then_reads(tmp_path):
     for _ in range(3):
         assert cache.get_or_build(tmp_path / "c", "k", {"module": "m"}, read, build) == "object"
     assert build.calls == 1
-    assert cache.is_stored(tmp_path / "c", "k")
+    assert cache.find(tmp_path / "c", "k", read) == "object"
     assert not [path for path in (tmp_path / "c").iterdir() if path.name.startswith(".")], "temporary files are left"
 
 
-@pytest.mark.parametrize("damage", ["object cut", "object changed", "record cut", "record not a record", "no object"])
+@pytest.mark.parametrize(
+    "damage",
+    ["object cut", "object changed", "second object changed", "record cut", "record not a record", "no object"],
+)
 def test_damaged_entry_is_rebuilt_with_a_note(tmp_path, caplog, damage):
     build = Builder()
     cache.get_or_build(tmp_path, "k", {}, read, build)
-    entry, record = tmp_path / "k.o", tmp_path / "k.json"
+    entry, record = tmp_path / "k.so", tmp_path / "k.json"
     if damage == "object cut":
         entry.write_text("obj")
     elif damage == "object changed":
         entry.write_text("obJect")
+    elif damage == "second object changed":
+        (tmp_path / "k.o").write_text("obJect")
     elif damage == "record cut":
         record.write_text(record.read_text()[:9])
     elif damage == "record not a record":
@@ -118,8 +135,20 @@ def test_damaged_entry_is_rebuilt_with_a_note(tmp_path, caplog, damage):
     with caplog.at_level(logging.WARNING, "cute_kernels"):
         assert cache.get_or_build(tmp_path, "k", {}, read, build) == "object"
     assert build.calls == 2
-    assert damage == "no object" or "rebuilt" in caplog.text
+    assert "damaged" in caplog.text and str(record) in caplog.text
     assert cache.get_or_build(tmp_path, "k", {}, read, build) == "object" and build.calls == 2
+
+
+def test_a_file_that_does_not_load_gives_way_to_the_next(tmp_path, caplog):
+    def load(path: Path) -> str:
+        if path.suffix == ".so":
+            raise OSError("undefined symbol")
+        return path.read_text()
+
+    cache.get_or_build(tmp_path, "k", {}, read, Builder("linked in memory"))
+    with caplog.at_level(logging.WARNING, "cute_kernels"):
+        assert cache.find(tmp_path, "k", load) == "linked in memory"
+    assert "undefined symbol" in caplog.text
 
 
 def test_object_that_does_not_load_is_rebuilt(tmp_path, caplog):
@@ -136,12 +165,88 @@ def test_object_that_does_not_load_is_rebuilt(tmp_path, caplog):
 
 def test_directory_that_cannot_be_written_is_noted_once(tmp_path, caplog):
     (tmp_path / "file").write_text("not a directory")
-    build = Builder()
+    builds = Builder(key="a"), Builder(key="b")
     with caplog.at_level(logging.WARNING, "cute_kernels"):
-        for key in "ab":
-            assert cache.get_or_build(tmp_path / "file" / "c", key, {}, read, build) == "object"
-    assert build.calls == 2
+        for build in builds:
+            assert cache.get_or_build(tmp_path / "file" / "c", build.key, {}, read, build) == "object"
+    assert [build.calls for build in builds] == [1, 1]
     assert caplog.text.count("not usable") == 1
+
+
+def test_directory_is_private_whatever_the_umask(tmp_path):
+    former = os.umask(0)
+    try:
+        cache.get_or_build(tmp_path / "c", "k", {}, read, Builder())
+    finally:
+        os.umask(former)
+    assert stat.S_IMODE((tmp_path / "c").stat().st_mode) == 0o700
+    for path in (tmp_path / "c").iterdir():
+        assert not path.stat().st_mode & 0o022, f"others may write to {path}"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
+def test_directory_that_others_may_write_to_is_refused_by_name(tmp_path, caplog, mode):
+    cache.get_or_build(tmp_path / "c", "k", {}, read, Builder("planted"))
+    (tmp_path / "c").chmod(mode)
+    with caplog.at_level(logging.WARNING, "cute_kernels"):
+        assert cache.get_or_build(tmp_path / "c", "k", {}, read, Builder("ours")) == "ours"
+        assert cache.find(tmp_path / "c", "k", read, is_pack=True) is None
+    assert f"chmod go-w {tmp_path / 'c'}" in caplog.text
+    assert cache.state(tmp_path / "c")["refused"]
+    (tmp_path / "c").chmod(0o700)
+    assert cache.find(tmp_path / "c", "k", read) == "planted"
+
+
+def test_file_that_others_may_write_to_is_rebuilt(tmp_path, caplog):
+    cache.get_or_build(tmp_path, "k", {}, read, Builder("planted"))
+    (tmp_path / "k.o").chmod(0o666)
+    with caplog.at_level(logging.WARNING, "cute_kernels"):
+        assert cache.get_or_build(tmp_path, "k", {}, read, Builder("ours")) == "ours"
+    assert "chmod go-w" in caplog.text
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can be somebody else")
+def test_directory_of_another_user_is_refused_unless_it_is_a_pack(tmp_path, caplog):
+    cache.get_or_build(tmp_path / "c", "k", {}, read, Builder("theirs"))
+    for path in (tmp_path / "c", *(tmp_path / "c").iterdir()):
+        os.chown(path, 1, 1)
+    assert cache.find(tmp_path / "c", "k", read, is_pack=True) == "theirs"
+    assert cache.get_or_build(tmp_path / "c", "k", {}, read, Builder("ours")) == "ours"
+    assert cache.find(tmp_path / "c", "k", read, is_pack=True) == "theirs"
+    assert "belongs to user 1" in caplog.text
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can be somebody else")
+def test_read_only_directory_is_read_and_noted(caplog):
+    """As the user "daemon", who may read root's directory and not write to it."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        place = Path(folder) / "c"
+        cache.get_or_build(place, "k", {}, read, Builder("kept"))
+        place.chmod(0o755)
+        os.seteuid(1)
+        try:
+            assert cache.get_or_build(place, "k", {}, read, Builder("again")) == "kept"
+            assert cache.get_or_build(place, "other", {}, read, Builder("new", key="other")) == "new"
+        finally:
+            os.seteuid(0)
+        assert not list(place.glob("other*"))
+    assert "Permission denied" in caplog.text
+
+
+def test_entries_used_least_recently_go_first(tmp_path):
+    day = 24 * 3600
+    for age, key in enumerate("abcd"):
+        cache.get_or_build(tmp_path, key, {}, read, Builder("x" * 1000, key))
+        os.utime(tmp_path / f"{key}.json", (0, time.time() - (10 - age) * day))
+    (tmp_path / ".k.o.1234").write_text("left by a writer that died")
+    os.utime(tmp_path / ".k.o.1234", (0, 0))
+    assert cache.find(tmp_path, "a", read)  # its use is noted
+    left = cache.state(tmp_path)["bytes"] - 1000
+    cache.get_or_build(tmp_path, "e", {}, read, Builder("x" * 1000, "e"), most_bytes=left)
+    keys = {path.name.partition(".")[0] for path in tmp_path.iterdir() if path.suffix != ".lock"}
+    assert "a" in keys and "e" in keys and "b" not in keys and keys < set("abcde")
+    assert cache.state(tmp_path)["bytes"] <= left
 
 
 def test_a_full_disk_is_survived(tmp_path, caplog, monkeypatch):
@@ -159,7 +264,8 @@ def test_ranks_that_start_together_build_once(tmp_path):
     program = (
         "import sys, time; from pathlib import Path; from cute_kernels import cache\n"
         "def build(path):\n"
-        f"    Path({str(tmp_path)!r}, 'built').open('a').write('x'); time.sleep(0.3); path.write_text('object')\n"
+        f"    Path({str(tmp_path)!r}, 'built').open('a').write('x'); time.sleep(0.3)\n"
+        "    (path / 'k.o').write_text('object'); return [path / 'k.o']\n"
         f"assert cache.get_or_build(Path({str(tmp_path)!r}) / 'c', 'k', {{}}, Path.read_text, build) == 'object'\n"
     )
     root = str(Path(cache.__file__).parents[1])
@@ -173,18 +279,31 @@ def test_ranks_that_start_together_build_once(tmp_path):
 
 def test_key_depends_on_what_decides_the_code_only(tmp_path, device_module):
     versions = {"nvidia-cutlass-dsl": "1", "apache-tvm-ffi": "1"}
-    base = cache.entry_key(device_module, Options(2), ARCH, versions)
-    assert base == cache.entry_key(device_module, Options(2), ARCH, dict(versions))
+    base = cache_key.entry_key(device_module, Options(2), ARCH, versions)
+    assert base == cache_key.entry_key(device_module, Options(2), ARCH, dict(versions))
     others = [
-        cache.entry_key(device_module, Options(3), ARCH, versions),
-        cache.entry_key(device_module, Options(2), "sm_100a", versions),
-        cache.entry_key(device_module, Options(2), ARCH, versions | {"apache-tvm-ffi": "2"}),
+        cache_key.entry_key(device_module, Options(3), ARCH, versions),
+        cache_key.entry_key(device_module, Options(2), "sm_100a", versions),
+        cache_key.entry_key(device_module, Options(2), ARCH, versions | {"apache-tvm-ffi": "2"}),
     ]
     source = tmp_path / "src" / f"{device_module}.py"
     source.write_text(source.read_text() + "\n# another text\n")
-    cache.source_digest.cache_clear()
-    others.append(cache.entry_key(device_module, Options(2), ARCH, versions))
+    cache_key.source_digest.cache_clear()
+    others.append(cache_key.entry_key(device_module, Options(2), ARCH, versions))
     assert len({base, *others}) == 5
+
+
+def test_key_tells_dtypes_constants_and_versions_apart():
+    def key(dtype: str = "bfloat16", offset: float = 1.5, dsl: str = "4.8.1") -> str:
+        options = configs.Options(
+            "act", dtype, configs.Config(), activation=Activation("clamped_swiglu", 7.0, 1.0, offset)
+        )
+        return cache_key.entry_key(
+            "cute_kernels.hopper.grouped_gemm_kernel", options, ARCH, {"nvidia-cutlass-dsl": dsl}
+        )
+
+    assert key() == key()
+    assert len({key(), key(dtype="float16"), key(offset=-1.5), key(dsl="4.8.2")}) == 4
 
 
 def test_key_does_not_depend_on_the_path(tmp_path, monkeypatch):
@@ -194,8 +313,8 @@ def test_key_does_not_depend_on_the_path(tmp_path, monkeypatch):
         (tmp_path / place / "moved_device_module.py").write_text("X = 1\n")
         with monkeypatch.context() as patch:
             patch.syspath_prepend(str(tmp_path / place))
-            cache.source_digest.cache_clear()
-            keys.append(cache.entry_key("moved_device_module", Options(), ARCH, {}))
+            cache_key.source_digest.cache_clear()
+            keys.append(cache_key.entry_key("moved_device_module", Options(), ARCH, {}))
     assert keys[0] == keys[1]
 
 
@@ -211,13 +330,13 @@ def test_sources_follow_imports_and_dotted_names(tmp_path, monkeypatch):
         "def build(o):\n    from own_kernels.parts import a\n\nTABLE = {'x': 'cute_kernels.cache'}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert set(cache.sources_of("own_kernels.kernel")) >= {
+    assert set(cache_key.sources_of("own_kernels.kernel")) >= {
         "own_kernels.kernel", "own_kernels.parts", "own_kernels.parts.a", "own_kernels.deep", "cute_kernels.cache",
     }  # fmt: skip
-    assert "own_kernels.unrelated" not in cache.sources_of("own_kernels.kernel")
-    assert "json" not in cache.sources_of("own_kernels.kernel")
+    assert "own_kernels.unrelated" not in cache_key.sources_of("own_kernels.kernel")
+    assert "json" not in cache_key.sources_of("own_kernels.kernel")
     with pytest.raises(ModuleNotFoundError, match=r"own_kernels\.absent"):
-        cache.sources_of("own_kernels.absent")
+        cache_key.sources_of("own_kernels.absent")
 
 
 # The road: options to function
@@ -264,6 +383,56 @@ def test_no_compile_names_the_missing_kernel(device_module, compiler):
     assert callable(launch.kernel(device_module, Options(5), ARCH))
 
 
+def test_pack_is_looked_through_first_and_never_written(tmp_path, device_module, compiler, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "cache_dir", lambda: tmp_path / "pack")
+        launch.precompile(device_module, Options(2), ARCH)
+    before, made = launch.compile_count(), sorted((tmp_path / "pack").iterdir())
+    for by_name in (True, False):
+        launch.forget()
+        with contextlib.ExitStack() as stack:
+            if by_name:
+                stack.enter_context(launch.use_kernels(tmp_path / "pack", no_compile=True))
+            else:
+                patch = stack.enter_context(monkeypatch.context())
+                patch.setenv(target.PACKS_VARIABLE, f"{tmp_path / 'absent'}{os.pathsep}{tmp_path / 'pack'}")
+            assert callable(launch.kernel(device_module, Options(2), ARCH))
+    assert launch.compile_count() == before
+    launch.kernel(device_module, Options(3), ARCH)
+    assert sorted((tmp_path / "pack").iterdir()) == made
+    assert len(entries(tmp_path)) == 1
+
+
+def test_pack_that_cannot_be_used_is_refused(tmp_path):
+    with pytest.raises(NotADirectoryError, match="absent"):
+        launch.use_kernels(tmp_path / "absent")
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionError, match="chmod go-w"):
+        launch.use_kernels(tmp_path)
+
+
+@pytest.mark.skipif(target.c_linker() is None, reason="no C linker: objects are linked in memory, by CUTLASS")
+def test_second_process_compiles_nothing_and_imports_no_cutlass(tmp_path, device_module, compiler):
+    launch.precompile(device_module, Options(2), ARCH)
+    program = (
+        "import sys; sys.modules['cutlass'] = None; from pathlib import Path\n"
+        "from cute_kernels import launch, target\n"
+        f"target.cache_dir = lambda: Path({str(tmp_path / 'cache')!r})\n"
+        f"sys.path[:0] = [{str(tmp_path / 'src')!r}, {str(Path(__file__).parents[2])!r}]\n"
+        "from tests.cpu.test_cache import Options\n"
+        f"assert callable(launch.kernel({device_module!r}, Options(2), {ARCH!r}))\n"
+        "assert launch.compile_count() == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=str(Path(cache.__file__).parents[1]))
+
+
+def test_without_a_linker_the_object_file_is_loaded(tmp_path, device_module, compiler, monkeypatch):
+    monkeypatch.setattr(target, "c_linker", lambda: None)
+    assert callable(launch.kernel(device_module, Options(2), ARCH))
+    assert entries(tmp_path) and not list((tmp_path / "cache").glob("*.so"))
+    assert objects.link(entries(tmp_path)[0], "/bin/false") is None
+
+
 def test_failure_is_remembered(device_module, compiler):
     before = launch.compile_count()
     for _ in range(2):
@@ -273,7 +442,13 @@ def test_failure_is_remembered(device_module, compiler):
 
 
 def test_missing_package_is_named(device_module, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cutlass", None)
+    monkeypatch.setattr(target, "package_version", lambda name: None)
+    with pytest.raises(launch.MissingPackageError, match=r"nvidia-cutlass-dsl, which is not installed.*pip install"):
+        launch.kernel(device_module, Options(2), ARCH)
+
+
+def test_package_that_cannot_be_imported_is_named(device_module, monkeypatch, compiler):
+    monkeypatch.setitem(sys.modules, "cutlass.cute", None)
     with pytest.raises(launch.MissingPackageError, match=r"nvidia-cutlass-dsl.*pip install nvidia-cutlass-dsl"):
         launch.kernel(device_module, Options(2), ARCH)
 
