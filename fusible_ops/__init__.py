@@ -26,6 +26,8 @@ from fusible_ops.autocast_mode import (
     get_default_recipe,
     is_fp8_available,
     is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
     quantized_model_init,
 )
 from fusible_ops.basic import ConstantScale, Identity, Quantize
@@ -33,7 +35,15 @@ from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.linear import BasicLinear, Bias, Linear
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from fusible_ops.quantized_tensor import QuantizedTensor
-from fusible_ops.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
+from fusible_ops.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
 from fusible_ops.sequential import Sequential
 
 __version__ = "0.1.0"
@@ -56,6 +66,8 @@ __all__ = [
     "GroupedLinear",
     "Identity",
     "Linear",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "OperationContext",
     "Quantize",
     "QuantizedTensor",
@@ -73,5 +85,7 @@ __all__ = [
     "get_default_recipe",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "quantized_model_init",
 ]

@@ -28,7 +28,7 @@ from cute_kernels.quantization.quantize import Quantized, dequantize, quantize
 from fusible_ops import checks
 from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
 from fusible_ops.quantized_tensor import QuantizedTensor
-from fusible_ops.quantizer import unrounded
+from fusible_ops.quantizer import may_stay_unrounded, unrounded
 from patterns.chain import OpSpec
 
 
@@ -118,9 +118,9 @@ class ActivationOperation(BasicOperation):
     ) -> Tensor:
         preact = self.plain_input(ctx, input_)
         if ctx.requires_grad:
-            ctx.grad_is_quantized = prev_op_grad_output_quantizer is not None
+            ctx.grad_is_unrounded = may_stay_unrounded(prev_op_grad_output_quantizer)
             ctx.save_for_backward(*self.kept(ctx, preact))
-        return self.act(preact, None, next_op_input_quantizer is not None)
+        return self.act(preact, None, may_stay_unrounded(next_op_input_quantizer))
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
         if not ctx.input_requires_grad:
@@ -143,21 +143,21 @@ class ActivationOperation(BasicOperation):
         rows = data.view(-1, data.shape[-1])
         return dequantize(Quantized(rows, scale), fp8_tensor(), dtype=ctx.preact_dtype).view(data.shape)
 
-    def act(self, preact: Tensor, rows: Tensor | None, is_quantized: bool) -> Tensor:
-        """f(preact)·rows, rounded to preact's dtype; not rounded if the next op quantises it."""
-        if not is_quantized:
+    def act(self, preact: Tensor, rows: Tensor | None, stays_unrounded: bool) -> Tensor:
+        """f(preact)·rows, rounded to preact's dtype; not rounded if the next op quantises it from FP32."""
+        if not stays_unrounded:
             return reference.activation_forward(preact, self.activation, rows)
         return unrounded(reference.activation_forward(preact, self.activation, rows, torch.float32), preact.dtype)
 
     def dpreact(
         self, ctx: OperationContext, grad: Tensor, preact: Tensor, rows: Tensor | None = None, need_drows: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """(gradient of the input, of `rows`); the first is not rounded if the op before quantises it."""
+        """(gradient of the input, of `rows`); the first is not rounded if the op before quantises it so."""
         plain = grad.dequantize(torch.float32) if isinstance(grad, QuantizedTensor) else grad
-        dtype = torch.float32 if ctx.grad_is_quantized else preact.dtype
+        dtype = torch.float32 if ctx.grad_is_unrounded else preact.dtype
         dx, drows = reference.activation_backward(plain, preact, self.activation, rows, need_drows, dtype)
         dx = reference.interleave(dx, self.glu_interleave, -1)
-        return unrounded(dx, preact.dtype) if ctx.grad_is_quantized else dx, drows
+        return unrounded(dx, preact.dtype) if ctx.grad_is_unrounded else dx, drows
 
 
 class ScaledActivation(ActivationOperation):
@@ -193,10 +193,10 @@ class ScaledActivation(ActivationOperation):
             offsets = reference.group_offsets(ctx.split_sizes, rows.numel())
             rows = reference.tokens_only(rows.reshape(-1), offsets).view(rows.shape)
         if ctx.requires_grad:
-            ctx.grad_is_quantized = prev_op_grad_output_quantizer is not None
+            ctx.grad_is_unrounded = may_stay_unrounded(prev_op_grad_output_quantizer)
             ctx.scales_require_grad, ctx.scales_shape = scales.requires_grad, scales.shape
             ctx.save_for_backward(rows, offsets, *self.kept(ctx, preact))
-        return self.act(preact, rows, next_op_input_quantizer is not None), [()]
+        return self.act(preact, rows, may_stay_unrounded(next_op_input_quantizer)), [()]
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any

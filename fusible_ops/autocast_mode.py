@@ -82,6 +82,16 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[
     return is_fp8_available(return_reason)
 
 
+def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether `MXFP8BlockScaling` runs. See `is_fp8_available`."""
+    return is_fp8_available(return_reason)
+
+
+def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether `NVFP4BlockScaling` runs. See `is_fp8_available`."""
+    return is_fp8_available(return_reason)
+
+
 class autocast:
     """While it is entered, linears and `Quantize` ops run under a quantisation recipe.
 

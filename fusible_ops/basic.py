@@ -24,7 +24,8 @@ class Quantize(BasicOperation):
     outputs. A tensor that is quantised already stays as it is. Rows of the groups around the op are quantised group by
     group, others as one group; with the column-wise copy if gradients are recorded. Under a recipe with a
     backward_override gradients stay as they are.
-    Errors: TypeError for an input that is no float, or FP64; ValueError for one without dimensions.
+    Errors: TypeError for an input that is no float, or FP64; ValueError for one without dimensions, or whose last one
+    the blocks do not divide.
     Source: the interface is that of transformer_engine.pytorch.ops.Quantize (2.20).
     """
 
@@ -58,6 +59,12 @@ class Quantize(BasicOperation):
         checks.quantizable(ctx.owner, input_.dtype)
         if input_.dim() == 0:
             raise ValueError(f"{ctx.owner}: the input must have at least one dimension")
+        for format in (
+            self.input_format(ctx.recipe),
+            self.grad_output_format(ctx.recipe) if ctx.requires_grad else None,
+        ):
+            if format is not None:
+                checks.divides(ctx.owner, "the last dimension", input_.shape[-1], format, format.multiple()[1])
         groups = Groups.of(ctx.split_sizes, input_.shape[:-1].numel(), input_.device)
         ctx.grad_quantizer = None
         if ctx.requires_grad and self.grad_output_format(ctx.recipe) is not None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cute_kernels.quantization.formats import Format
 from cute_kernels.quantization.quantize import SOURCES
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -45,6 +46,12 @@ def quantizable(owner: str, dtype: torch.dtype) -> None:
     """TypeError for a dtype that no recipe can quantise."""
     if dtype not in SOURCES:
         raise TypeError(f"{owner}: a recipe quantises bfloat16, float16 and float32, not {dtype}; leave its autocast")
+
+
+def divides(owner: str, what: str, size: int, format: Format, multiple: int) -> None:
+    """ValueError unless the format's blocks, of `multiple` values in this direction, divide `size`."""
+    if size % multiple:
+        raise ValueError(f"{owner}: {format} needs {what} to be a multiple of {multiple}, got {size}")
 
 
 def last_dimension(owner: str, x: Tensor, width: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.quantization.formats import Format
+from cute_kernels.quantization.random_bits import random_state
 from fusible_ops import autocast_mode
 from fusible_ops.delayed_scaling import DelayedScales, loaded_scales, saved_scales
 from fusible_ops.parameters import NOTHING_HELD, Held, Unchanged, parameters_of
@@ -259,13 +260,15 @@ class BasicOperation(FusibleOperation):
         return 0
 
     def quantizer(self, recipe: Recipe, role: str, device: torch.device) -> Quantizer:
-        """How an operand with this role is quantised, now. Delayed scales are updated when `autocast` is left.
+        """How an operand with this role is quantised, now. Delayed scales are updated when `autocast` is left; random
+        bits are drawn here, from torch's generator of the device.
 
         RuntimeError for delayed scaling in a forward that backward repeats: the scales have moved on since.
         """
         format = recipe.operand_format(role)
         if not isinstance(recipe, DelayedScaling):
-            return Quantizer(format)
+            state = random_state(device) if format.rounding == "stochastic" else None
+            return Quantizer(format, state=state)
         mode = "backward" if role == "grad_output" else "forward"
         count = self.num_quantizers(mode)
         scales = self._scales.get(mode)

@@ -17,12 +17,13 @@ from cute_kernels.quantization.formats import Format
 from fusible_ops import checks, quantized_products
 from fusible_ops.fused.parts import as_rows, like_rows_of, linear_at, no_grads, viewed
 from fusible_ops.groups import Groups
+from fusible_ops.kept import kept, restored
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
 from fusible_ops.parameters import Unchanged
 from fusible_ops.quantized_parameters import as_quantized
-from fusible_ops.quantized_tensor import QuantizedTensor, kept, restored
+from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.quantizer import is_unrounded, operand
-from fusible_ops.recipe import Recipe
+from fusible_ops.recipe import ROLES, Recipe
 
 
 class QuantizedLinear(FusedOperation):
@@ -67,6 +68,7 @@ class QuantizedLinear(FusedOperation):
         records = basic_op_ctxs[-1].requires_grad
         trains, passes = records and ctx.wants[0], records and ctx.input_requires_grad
         override = recipe.backward_override
+        self._check_widths(recipe, passes and override is None, ctx.owner)
         x_quantizer, w_quantizer = (op.quantizer(recipe, role, device) for role in ("input", "weight"))
         x = operand(input_, x_quantizer, groups, dtype, columnwise=trains and override is None)
         weights = as_quantized(ctx.held, w_quantizer, passes and override is None, records, dtype, ctx.owner)
@@ -121,6 +123,19 @@ class QuantizedLinear(FusedOperation):
             self.fc.put_grads(basic_op_ctxs, grads, quantized_products, dy, x, offsets, db=db)
             ctx.grad_quantizer.update()
         return None if dx is None else viewed(dx, ctx.input_shape), grads, extra_grads
+
+    def _check_widths(self, recipe: Recipe, passes: bool, owner: str) -> None:
+        """ValueError unless blocks divide the widths. passes: whether backward quantises for the input's gradient."""
+        x, w, dy = (recipe.operand_format(role) for role in ROLES)
+        k, n = ("in_features", self.fc.op.in_features), ("out_features", self.fc.out_features)
+        wanted = [(k, x, x.multiple()[1])]
+        for columnwise in (False, True)[: 1 + passes]:
+            rows, columns = w.multiple(columnwise)
+            wanted += [(n, w, rows), (k, w, columns)]
+        if passes:
+            wanted.append((n, dy, dy.multiple()[1]))
+        for (what, size), format, multiple in wanted:
+            checks.divides(owner, what, size, format, multiple)
 
     def _plain_products(
         self,

@@ -11,7 +11,7 @@ It is a `torch.Tensor`, so it can be a parameter, a result, a gradient, an entry
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
 from cute_kernels.limits import dtype_name
-from cute_kernels.quantization import formats
+from cute_kernels.quantization import formats, stored
 from cute_kernels.quantization.formats import Format
 from cute_kernels.quantization.quantize import Quantized
-from cute_kernels.quantization.stored import quantize_stored, rows_of_values, stored_values, value_offsets
+from cute_kernels.quantization.random_bits import random_state
 from fusible_ops.groups import Groups
 
 if TYPE_CHECKING:
@@ -86,11 +86,11 @@ class QuantizedTensor(Tensor):
         copy = self.columnwise if columnwise else self.rowwise
         if copy is None:
             raise ValueError(f"{self.title} has no {'column' if columnwise else 'row'}-wise copy")
-        return stored_values(copy, self.format, self.shape[-1], columnwise, self.offsets, dtype)
+        return stored.stored_values(copy, self.format, self.shape[-1], columnwise, self.offsets, dtype)
 
     def value_offsets(self, columnwise: bool = False) -> Tensor | None:
         """int32 [G+1]: where the groups lie in `values`; None for matrices."""
-        return None if self.offsets is None else value_offsets(self.offsets, self.format, columnwise)
+        return None if self.offsets is None else stored.value_offsets(self.offsets, self.format, columnwise)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor, of this tensor's dtype unless another is asked for. Gradients pass through.
@@ -101,10 +101,12 @@ class QuantizedTensor(Tensor):
 
     def _plain(self, dtype: torch.dtype | None = None) -> Tensor:
         columnwise = self.rowwise is None
-        values = self.values(columnwise, dtype or self.dtype)
+        dtype = dtype or self.dtype
+        values = self.values(columnwise, torch.float32 if self.format.hadamard else dtype)
+        values = stored.unrotated(values, self.format, columnwise).to(dtype)
         if self.offsets is not None:
-            values = rows_of_values(values, self.format, columnwise, self.offsets, self.shape[:-1].numel())
-        return values.view(self.shape)
+            values = stored.rows_of_values(values, self.format, columnwise, self.offsets, self.shape[:-1].numel())
+        return values.reshape(self.shape)
 
     def quantize_(self, source: Tensor) -> QuantizedTensor:
         """Take the values of `source` (of the same shape), quantised anew into the copies that there are.
@@ -259,42 +261,24 @@ def quantized(
     *,
     groups: Groups | None = None,
     factor: Tensor | None = None,
+    state: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> QuantizedTensor:
     """`x` quantised: matrices `[..., M, K]`, or with `groups` the rows `[..., K]` of those.
 
     dtype: the nominal one, x's by default. factor: what is multiplied by in place of the scale that its own largest
-    magnitude gives, FP32, one for each matrix or group. Errors: see `quantize.check`.
+    magnitude gives, FP32, one for each matrix or group. state: of the random bits of a format that rounds
+    stochastically (`random_bits.random_state`), by default a fresh one. Errors: see `quantize.check`.
     """
+    if state is None and format.rounding == "stochastic":
+        state = random_state(x.device)
     offsets = None if groups is None else groups.offsets
     source = x if groups is None else x.reshape(-1, x.shape[-1])
     copies = [
-        quantize_stored(source, format, direction, offsets, factor) if wanted else None
+        stored.quantize_stored(source, format, direction, offsets, factor, state) if wanted else None
         for direction, wanted in ((False, rowwise), (True, columnwise))
     ]
     return QuantizedTensor(x.shape, dtype or x.dtype, format, copies[0], copies[1], groups)
-
-
-def kept(q: QuantizedTensor) -> tuple[list[Tensor], Form]:
-    """The plain tensors that it holds, to be saved for backward, and what `restored` needs beside them."""
-    parts = q._parts()
-    return list(parts.values()), Form(tuple(parts), q.shape, q.dtype, q.format)
-
-
-def restored(parts: Sequence[Tensor], form: Form) -> QuantizedTensor:
-    """The inverse of `kept`."""
-    facts = {"dtype": form.dtype, "format": form.format, "quantizer": None}
-    named = dict(zip(form.names, parts, strict=True))
-    return QuantizedTensor.__tensor_unflatten__(named, facts, form.shape, None)
-
-
-class Form(NamedTuple):
-    """A QuantizedTensor without its tensors."""
-
-    names: tuple[str, ...]
-    shape: torch.Size
-    dtype: torch.dtype
-    format: Format
 
 
 def _as_bytes(t: Tensor | None) -> Tensor | None:

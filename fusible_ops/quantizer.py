@@ -18,13 +18,15 @@ from fusible_ops.quantized_tensor import QuantizedTensor, quantized
 @dataclass(frozen=True)
 class Quantizer:
     """format: what operands become. scales: under delayed scaling, the op's; first, step: which of them are this
-    operand's, one for each group or one for all.
+    operand's, one for each group or one for all. state: of the random bits of a format that rounds stochastically
+    (`random_bits.random_state`): the same bits whenever this quantiser is used.
     """
 
     format: Format
     scales: DelayedScales | None = None
     first: int = 0
     step: int = 1
+    state: Tensor | None = None
 
     def rows(
         self,
@@ -39,7 +41,9 @@ class Quantizer:
         if self.scales is not None:
             flat = x.detach().reshape(-1, x.shape[-1])
             factor = self._noted(group_amax(flat.abs().amax(1).float(), groups.offsets))
-        return quantized(x, self.format, rowwise, columnwise, groups=groups, factor=factor, dtype=dtype)
+        return quantized(
+            x, self.format, rowwise, columnwise, groups=groups, factor=factor, state=self.state, dtype=dtype
+        )
 
     def matrices(self, x: Tensor, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
         """`x [..., M, K]`, each matrix for itself."""
@@ -84,7 +88,13 @@ def operand(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Results that the next op quantises are not rounded to the compute dtype before.
+# Results that the next op quantises are not rounded to the compute dtype before, but for two-level formats: those need
+# the largest magnitude of a whole tensor first, so the tensor is stored, as Transformer Engine stores it.
+
+
+def may_stay_unrounded(neighbour: Format | None) -> bool:
+    """Whether a result may be left in FP32 for a neighbour that quantises it so; None: it does not quantise."""
+    return neighbour is not None and not neighbour.two_level
 
 
 def unrounded(t: Tensor, dtype: torch.dtype) -> Tensor:

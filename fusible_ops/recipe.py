@@ -5,9 +5,12 @@
 | `Float8BlockScaling` | 1x128 | 128x128 | 1x128 | the largest magnitude of each block |
 | `Float8CurrentScaling` | per tensor | per tensor | per tensor | the tensor's own largest magnitude |
 | `DelayedScaling` | per tensor | per tensor | per tensor | the largest magnitudes of earlier steps |
+| `MXFP8BlockScaling` | 1x32 | 1x32 or 32x32 | 1x32 | the largest magnitude of each block |
+| `NVFP4BlockScaling` | 1x16 | 16x16 | 1x16 | the largest magnitudes of each block and of the tensor |
 
 Blocks of one row lie along the dimension that a product sums over. `Format` says which elements: E4M3 in forward, in
-backward E4M3 or E5M2. Formulas: `cute_kernels.quantization`; those of delayed scaling: `fusible_ops.delayed_scaling`.
+backward E4M3 or E5M2; E2M1 in all of NVFP4. Formulas: `cute_kernels.quantization`; those of delayed scaling:
+`fusible_ops.delayed_scaling`.
 
 Recipes are frozen and hash: equal ones share plans. Names, fields, defaults and refused combinations are those of
 `transformer_engine.common.recipe` (2.20), with ValueError where it asserts, and no environment variables. `fp8_dpa` and
@@ -47,8 +50,9 @@ class Elements(NamedTuple):
 
 
 class Format(enum.Enum):
-    """Which FP8 elements: E4M3 (largest 448), E5M2 (57344), or HYBRID: E4M3 in forward and E5M2 in backward."""
+    """Which elements: E4M3 (largest 448), E5M2 (57344), HYBRID: E4M3 in forward and E5M2 in backward; E2M1 (6)."""
 
+    E2M1 = Elements(formats.E2M1, formats.E2M1)
     E4M3 = Elements(formats.E4M3, formats.E4M3)
     E5M2 = Elements(formats.E5M2, formats.E5M2)
     HYBRID = Elements(formats.E4M3, formats.E5M2)
@@ -69,7 +73,18 @@ class MMParams:
 
 
 MOST_MARGIN = 127  # 2^127 is the largest power of two in FP32
-_FLAGS = ("reduce_amax", "use_power_2_scales", "use_f32_scales", "fp8_dpa", "fp8_mha")
+_FLAGS = (
+    "reduce_amax",
+    "use_power_2_scales",
+    "use_f32_scales",
+    "enable_2d_quantization",
+    "disable_rht",
+    "disable_stochastic_rounding",
+    "disable_2d_quantization",
+    "row_scaled_activation",
+    "fp8_dpa",
+    "fp8_mha",
+)
 _FAST = MMParams(use_split_accumulator=False)
 _SPLIT = MMParams(use_split_accumulator=True)
 
@@ -235,3 +250,75 @@ class Float8BlockScaling(Recipe):
     def _format(self, role: str, element: formats.Element) -> formats.Format:
         dims = {"input": self.x_block_scaling_dim, "weight": self.w_block_scaling_dim}
         return formats.fp8_block(element, dims.get(role, self.grad_block_scaling_dim), not self.use_f32_scales)
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(Recipe):
+    """A power of two for each 32 values: OCP's MX formats.
+
+    enable_2d_quantization: one scale for 32x32 of a weight, so that both its orientations hold the same values.
+    margin: 0, as nothing reads it.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    enable_2d_quantization: bool = False
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    __hash__ = Recipe.__hash__
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.margin != 0:
+            self._refuse("margin", self.margin, "0: scales are powers of two, rounded up, so nothing overflows")
+
+    def _format(self, role: str, element: formats.Element) -> formats.Format:
+        return formats.mxfp8(element, 2 if role == "weight" and self.enable_2d_quantization else 1)
+
+
+@dataclass(frozen=True)
+class NVFP4BlockScaling(Recipe):
+    """Four bits: E2M1 with an E4M3 scale for each 16 values and one FP32 scale for the tensor, of each expert.
+
+    disable_rht: else inputs and gradients are rotated by a random Hadamard transform in the copies that make weight
+    gradients. disable_stochastic_rounding: else gradients are rounded up or down at random, right in the mean; the
+    bits are drawn in forward, so a repeated forward whose generator was restored (activation checkpointing) repeats
+    them. disable_2d_quantization: else a weight has one scale for 16x16.
+    row_scaled_activation and nvfp4_4over6 (with its nvfp4_4over6_* fields): not supported, ValueError.
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    nvfp4_4over6: str = "none"
+    nvfp4_4over6_e4m3_use_256: str = "all"
+    nvfp4_4over6_err_mode: str = "MAE"
+    fp4_format: Format = Format.E2M1
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    __hash__ = Recipe.__hash__
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fp4_format is not Format.E2M1:
+            self._refuse("fp4_format", self.fp4_format, "Format.E2M1")
+        if self.row_scaled_activation:
+            self._refuse("row_scaled_activation", True, "False: products take one scale for each expert's rows")
+        if self.nvfp4_4over6 != "none":
+            self._refuse("nvfp4_4over6", self.nvfp4_4over6, "'none': every block's largest value maps to 6")
+
+    def element(self, role: str) -> formats.Element:
+        super().element(role)
+        return self.fp4_format.value.forward
+
+    def _format(self, role: str, element: formats.Element) -> formats.Format:
+        if role == "weight":
+            return formats.nvfp4(1 if self.disable_2d_quantization else 2)
+        stochastic = role == "grad_output" and not self.disable_stochastic_rounding
+        return formats.nvfp4(hadamard=not self.disable_rht, stochastic=stochastic)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_kernels.quantization import hadamard
 from cute_kernels.quantization.formats import Format
 from cute_kernels.quantization.groups import (
     GroupedQuantized,
@@ -24,13 +25,18 @@ from cute_kernels.quantization.scale_layout import from_storage, to_storage
 
 
 def quantize_stored(
-    x: Tensor, format: Format, columnwise: bool = False, offsets: Tensor | None = None, factor: Tensor | None = None
+    x: Tensor,
+    format: Format,
+    columnwise: bool = False,
+    offsets: Tensor | None = None,
+    factor: Tensor | None = None,
+    state: Tensor | None = None,
 ) -> Quantized:
-    """One copy of `x`. factor, errors: see `quantize.quantize` and `groups.quantize_groups`."""
+    """One copy of `x`. factor, state, errors: see `quantize.quantize` and `groups.quantize_groups`."""
     if offsets is None:
-        made = quantize(x, format, columnwise, factor=factor)
+        made = quantize(x, format, columnwise, state, factor)
     else:
-        made = Quantized(*quantize_groups(x, offsets, format, columnwise, factor=factor)[:3])
+        made = Quantized(*quantize_groups(x, offsets, format, columnwise, state=state, factor=factor)[:3])
     if format.block is None:
         return made
     lines = x.shape[-1] if columnwise else made.data.shape[-2]
@@ -65,6 +71,14 @@ def stored_values(
     return dequantize_groups(GroupedQuantized(data, scale, amax, places), format, columnwise, dtype)
 
 
+def unrotated(values: Tensor, format: Format, columnwise: bool) -> Tensor:
+    """`stored_values` without the rotation that the column-wise copy of some formats has; FP32 in, FP32 out."""
+    return hadamard.rotate_back(values.mT).mT if columnwise and format.hadamard else values
+
+
 def rows_of_values(values: Tensor, format: Format, columnwise: bool, offsets: Tensor, rows: int) -> Tensor:
-    """`stored_values` of groups as the rows `[T, K]` that were quantised, zero in those of no group."""
+    """`stored_values` of groups as the rows `[T, K]` that were quantised, zero in those of no group.
+
+    Of a rotated copy they are what `unrotated` gives.
+    """
     return unpad_groups(values, offsets, rows) if is_padded(format, columnwise) else values

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 
-from cute_kernels.quantization.formats import E4M3, E5M2, fp8_block, fp8_tensor
+from cute_kernels.quantization.formats import E4M3, E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
 from fusible_ops.recipe import (
     ROLES,
     DelayedScaling,
@@ -16,6 +16,8 @@ from fusible_ops.recipe import (
     Float8CurrentScaling,
     Format,
     MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Recipe,
 )
 
@@ -59,6 +61,21 @@ FAST, SPLIT = MMParams(False), MMParams(True)
                 "fp8_gemm_wgrad": SPLIT,
             },
         ),
+        (MXFP8BlockScaling(), {"margin": 0, "fp8_format": Format.E4M3, "enable_2d_quantization": False}),
+        (
+            NVFP4BlockScaling(),
+            {
+                "disable_rht": False,
+                "disable_stochastic_rounding": False,
+                "disable_2d_quantization": False,
+                "row_scaled_activation": False,
+                "nvfp4_4over6": "none",
+                "nvfp4_4over6_e4m3_use_256": "all",
+                "nvfp4_4over6_err_mode": "MAE",
+                "fp4_format": Format.E2M1,
+                "fp8_format": Format.E4M3,
+            },
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -81,6 +98,16 @@ def test_fields_and_defaults(recipe: Recipe, fields: dict) -> None:
             Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
             (fp8_block(dims=2), fp8_block(), fp8_block()),
         ),
+        (MXFP8BlockScaling(), (mxfp8(), mxfp8(), mxfp8())),
+        (MXFP8BlockScaling(enable_2d_quantization=True), (mxfp8(), mxfp8(dims=2), mxfp8())),
+        (MXFP8BlockScaling(fp8_format=Format.HYBRID), (mxfp8(), mxfp8(), mxfp8(E5M2))),
+        (NVFP4BlockScaling(), (nvfp4(hadamard=True), nvfp4(2), nvfp4(hadamard=True, stochastic=True))),
+        (NVFP4BlockScaling(disable_rht=True), (nvfp4(), nvfp4(2), nvfp4(stochastic=True))),
+        (NVFP4BlockScaling(disable_stochastic_rounding=True), (nvfp4(hadamard=True), nvfp4(2), nvfp4(hadamard=True))),
+        (
+            NVFP4BlockScaling(disable_2d_quantization=True),
+            (nvfp4(hadamard=True), nvfp4(), nvfp4(hadamard=True, stochastic=True)),
+        ),
     ],
     ids=str,
 )
@@ -89,12 +116,13 @@ def test_format_of_each_operand(recipe: Recipe, formats: tuple) -> None:
 
 
 def test_largest_elements() -> None:
-    assert [(f.value.max_fwd, f.value.max_bwd) for f in Format] == [(448, 448), (57344, 57344), (448, 57344)]
+    largest = {f.name: (f.value.max_fwd, f.value.max_bwd) for f in Format}
+    assert largest == {"E2M1": (6, 6), "E4M3": (448, 448), "E5M2": (57344, 57344), "HYBRID": (448, 57344)}
 
 
 def test_recipes_are_data() -> None:
     """Equal ones are one key; copies and pickles are equal; none can be changed."""
-    for make in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling):
+    for make in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling):
         assert make() == make() and hash(make()) == hash(make())
         assert pickle.loads(pickle.dumps(make())) == copy.deepcopy(make()) == make()
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -129,6 +157,14 @@ def test_recipes_are_data() -> None:
         (lambda: Float8BlockScaling(fp8_gemm_wgrad=None), "fp8_gemm_wgrad is None, needs an MMParams"),
         (lambda: Float8BlockScaling(x_block_scaling_dim=True), "x_block_scaling_dim is True, needs 1 .1x128. or 2"),
         (lambda: Float8BlockScaling(w_block_scaling_dim="2"), "w_block_scaling_dim is '2', needs 1 .1x128. or 2"),
+        (lambda: MXFP8BlockScaling(margin=1), "margin is 1, needs 0"),
+        (lambda: MXFP8BlockScaling(enable_2d_quantization=1), "enable_2d_quantization is 1, needs a bool"),
+        (lambda: MXFP8BlockScaling(fp8_format=Format.E2M1), "fp8_format is Format.E2M1, needs Format.E4M3"),
+        (lambda: NVFP4BlockScaling(disable_rht="no"), "disable_rht is 'no', needs a bool"),
+        (lambda: NVFP4BlockScaling(fp4_format=Format.E4M3), "fp4_format is Format.E4M3, needs Format.E2M1"),
+        (lambda: NVFP4BlockScaling(row_scaled_activation=True), "row_scaled_activation is True, needs False"),
+        (lambda: NVFP4BlockScaling(nvfp4_4over6="all"), "nvfp4_4over6 is 'all', needs 'none'"),
+        (lambda: NVFP4BlockScaling(backward_override=1), "backward_override is 1, needs None"),
         (lambda: MMParams(None), "use_split_accumulator is None, needs a bool"),
         (lambda: DelayedScaling(amax_compute_algo="mean"), "amax_compute_algo is 'mean', needs 'max', 'most_recent'"),
         (lambda: Float8CurrentScaling(backward_override="none"), "backward_override is 'none', needs None, 'high_pre"),
