@@ -1,4 +1,4 @@
-"""The same grouped MLP layer on other libraries: plain PyTorch, and QuACK where it is installed.
+"""The same grouped MLP layer on other libraries: plain PyTorch, QuACK and Transformer Engine where they are installed.
 
 Layer: x [T, H] -> W1 [G, 2I, H] -> SwiGLU -> W2 [G, H, I] -> y [T, H], no bias. Each factory gives {name: callable}.
 """
@@ -163,3 +163,43 @@ def quack_layer(p: Problem) -> dict[str, Calls]:
         "forward + backward": both,
     }
     return {name: {"quack": call} for name, call in parts.items()}
+
+
+def te_fp8_layer(p: Problem) -> dict[str, Calls]:
+    """Transformer Engine's ops under its two FP8 recipes for Hopper, with probs: unfused, weights quantised each time.
+
+    Without a host sync if cuBLAS is 13.6 or newer; then it refuses more than 64 groups.
+    """
+    try:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
+    except ImportError:
+        return {}
+    groups, hidden, width = p.w2.shape
+    common = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+    fc1 = te.ops.GroupedLinear(groups, hidden, 2 * width, **common)
+    fc2 = te.ops.GroupedLinear(groups, width, hidden, **common)
+    mlp = te.ops.Sequential(fc1, te.ops.ScaledSwiGLU(), fc2)
+    with torch.no_grad():
+        for op, weights in ((fc1, p.w1), (fc2, p.w2)):
+            for g in range(groups):
+                getattr(op, f"weight{g}").copy_(weights[g])
+    x, probs = p.x.detach().requires_grad_(), p.probs.detach().requires_grad_()
+    wanted = [x, probs, *mlp.parameters()]
+
+    def forward(recipe: object) -> Tensor:
+        with te.autocast(enabled=True, recipe=recipe):
+            return mlp(x, p.splits, probs, p.splits)
+
+    def forward_only(recipe: object) -> Tensor:
+        with torch.no_grad():
+            return forward(recipe)
+
+    def both(recipe: object) -> object:
+        return torch.autograd.grad(forward(recipe), wanted, p.dy)
+
+    recipes = {"te block": Float8BlockScaling(), "te current": Float8CurrentScaling()}
+    return {
+        part: {name: lambda call=call, recipe=recipe: call(recipe) for name, recipe in recipes.items()}
+        for part, call in (("forward", forward_only), ("forward + backward", both))
+    }
