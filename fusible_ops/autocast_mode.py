@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fusible_ops.delayed_scaling import DelayedScales, update_all
-from fusible_ops.recipe import DelayedScaling, Recipe
+from fusible_ops.recipe import AUTO, DelayedScaling, Recipe
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class _State:
     outermost was entered; one list for all of them.
     """
 
-    recipe: Recipe | None = None
+    recipe: Recipe | str | None = None
     group: Any = None
     depth: int = 0
     used: list[DelayedScales] = field(default_factory=list)
@@ -43,8 +43,8 @@ _state = _State()
 _model_init: ModelInit | None = None
 
 
-def current_recipe() -> Recipe | None:
-    """The active recipe; None where nothing is to be quantised."""
+def current_recipe() -> Recipe | str | None:
+    """The active recipe, or "auto"; None where nothing is to be quantised."""
     return _state.recipe
 
 
@@ -95,7 +95,9 @@ def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 class autocast:
     """While it is entered, linears and `Quantize` ops run under a quantisation recipe.
 
-    enabled: False switches quantisation off inside another. recipe: None means `get_default_recipe()`.
+    enabled: False switches quantisation off inside another. recipe: None means `get_default_recipe()`; "auto" means
+    `Float8BlockScaling` where ops are fused under it and `patterns.break_even` says that it pays for that many rows,
+    none elsewhere: it looks at widths, row counts and the device, never at values.
     amax_reduction_group: ranks whose largest magnitudes delayed scaling shares (None: all, if there are several).
     calibrating: not supported, NotImplementedError.
 
@@ -107,13 +109,13 @@ class autocast:
         self,
         enabled: bool = True,
         calibrating: bool = False,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
         _check_enabled("autocast", enabled)
         if calibrating:
             raise NotImplementedError("autocast: calibrating=True is not supported; run the recipe itself instead")
-        self._recipe = _checked(recipe) if enabled else None
+        self._recipe = named(recipe) if enabled else None
         self._group = amax_reduction_group
         self._outer: _State | None = None
 
@@ -159,7 +161,12 @@ def _check_enabled(owner: str, enabled: object) -> None:
         raise TypeError(f"{owner}: enabled must be a bool, got {enabled!r}; a recipe is given by name: recipe=...")
 
 
-def _checked(recipe: Recipe | None) -> Recipe:
+def named(recipe: Recipe | str | None) -> Recipe | str:
+    """ "auto", the recipe, or the default one for None. TypeError for anything else."""
+    return AUTO if isinstance(recipe, str) and recipe == AUTO else _checked(recipe)
+
+
+def _checked(recipe: object) -> Recipe:
     """The recipe, or the default one for None. TypeError for anything else."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"recipe must be a fusible_ops recipe such as Float8BlockScaling(), got {recipe!r}")

@@ -26,15 +26,18 @@ from fusible_ops.call import Call, autocast_dtype_on, owned, record, without_aut
 from fusible_ops.op import FusedOperation, FusibleOperation, OperationContext
 from fusible_ops.parameters import Held
 from fusible_ops.quantized_tensor import QuantizedTensor
-from fusible_ops.recipe import Recipe
+from fusible_ops.recipe import Float8BlockScaling, Recipe
 from fusible_ops.route import Route, Step
 from patterns import RULES, Chain, Plan, Rule, explain, plan
+from patterns.break_even import least_rows, linears_of
 
 ON_UNFUSED = ("allow", "warn", "error")
 MOST_ROUTES = 2048
 """Kinds of calls that a run remembers; every row count makes a new one."""
 MOST_RECENT = 4
 """Those of them that a call is compared with first, without taking facts."""
+AUTOMATIC = Float8BlockScaling()
+"""What the recipe "auto" chooses where it pays."""
 
 
 def _refuse_transforms() -> NoReturn:
@@ -92,6 +95,7 @@ class OperationFuser:
         self._recent: list[Route] = []
         self._context_kinds: dict[Any, list[type[OperationContext]]] = {}
         self._steps: dict[Any, list[Step]] = {}
+        self._least_rows: dict[Any, int | None] = {}
         self._check_widths()
 
     def _check_widths(self) -> None:
@@ -164,6 +168,24 @@ class OperationFuser:
             steps = self._steps[key] = self._build_steps(x.device, autocast_dtype, recipe)
         return steps
 
+    def least_rows(self, target: Target, autocast_dtype: torch.dtype | None = None) -> int | None:
+        """From how many rows on the recipe "auto" is `Float8BlockScaling` in training; None: it is none for any."""
+        key = (target, autocast_dtype, *[op.weight_dtype for op in self._linears])
+        if key not in self._least_rows:
+            made = self.plan(target, autocast_dtype, AUTOMATIC)
+            steps = [linears_of(made.chain.ops[step.start : step.stop]) for step in made.steps if step.rule is not None]
+            least = [least_rows(linears) for linears in steps if linears]
+            fits = made.is_fused and bool(least) and None not in least
+            self._least_rows[key] = max(filter(None, least)) if fits else None
+        return self._least_rows[key]
+
+    def _automatic(self, x: object, autocast_dtype: torch.dtype | None) -> Recipe | None:
+        """What the recipe "auto" is for an input x."""
+        if not isinstance(x, Tensor) or not x.dim():
+            return None
+        least = self.least_rows(Target.of(x.device), autocast_dtype)
+        return AUTOMATIC if least is not None and x.shape[:-1].numel() >= least else None
+
     # -- running ---------------------------------------------------------------------------------------------------
 
     def __call__(
@@ -171,12 +193,13 @@ class OperationFuser:
     ) -> Tensor:
         if torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting():
             _refuse_transforms()
-        recipe = current_recipe()
+        autocast_dtype = autocast_dtype_on(x.device) if isinstance(x, Tensor) else None
+        active = current_recipe()
+        recipe = self._automatic(x, autocast_dtype) if isinstance(active, str) else active
         if recipe is None and isinstance(x, QuantizedTensor):
             x = x.dequantize()
         held = [op.hold(owner) for op, owner in self.named]
         extras = [extra_inputs[span] for span in self._extra_spans]
-        autocast_dtype = autocast_dtype_on(x.device) if isinstance(x, Tensor) else None
         parameters = [p for own in held for p in own.parameters]
         tensors = x, extra_inputs, parameters, held
         for route in () if basic_op_kwargs else self._recent:

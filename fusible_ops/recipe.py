@@ -94,6 +94,10 @@ def _is_number(value: object, kind: type | tuple[type, ...] = (int, float)) -> b
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
+AUTO = "auto"
+"""In place of a recipe: `Float8BlockScaling` for runs of ops that it makes faster, none for others."""
+
+
 class Recipe:
     """The common part of all recipes. `Recipe.operand_format` says which format an operand has.
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from cute_kernels.scheduling import Sharing
 from cute_kernels.target import Target
-from fusible_ops.autocast_mode import current_recipe
-from fusible_ops.fuser import ON_UNFUSED, OperationFuser
+from fusible_ops.autocast_mode import current_recipe, named
+from fusible_ops.fuser import AUTOMATIC, ON_UNFUSED, OperationFuser
 from fusible_ops.op import BasicOperation, FusibleOperation
 from fusible_ops.recipe import Recipe
 from patterns import RULES, Rule, check_rules, explain
@@ -241,22 +241,23 @@ class Sequential(nn.Module):
         target: str | Target | torch.device | None = None,
         *,
         dtype: torch.dtype | None = None,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         as_data: bool = False,
     ) -> Any:
         """Which kernel runs what, and where none does, which condition failed.
 
         target: an architecture ("sm_90a", "sm_100a", "cpu", …: an ideal machine, needs no GPU), a `Target`, a device,
         or None for the device of the parameters. dtype: as under `torch.autocast` in it; None: as the weights are.
-        recipe: as under `autocast(recipe=recipe)`; None: as it is now.
+        recipe: as under `autocast(recipe=recipe)`; None: as it is now. "auto" is shown as for very many rows, with the
+        row count from which on it chooses so.
         Returns text, or with as_data=True a list of dicts, one for each run of ops or plain module.
         """
         machine = self._target(target)
         parts: list[Any] = []
         for group in self.groups():
             if isinstance(group, OperationFuser):
-                made = group.plan(machine, dtype, recipe or current_recipe())
-                parts.append(made.as_data() if as_data else explain(made))
+                asked = current_recipe() if recipe is None else named(recipe)
+                parts.append(_explained(group, machine, dtype, asked, as_data))
             elif as_data:
                 parts.append({"module": type(group).__name__})
             else:
@@ -272,3 +273,17 @@ class Sequential(nn.Module):
             parameter = next(self.parameters(), None)
             target = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
         return Target.of(target)
+
+
+def _explained(
+    run: OperationFuser, target: Target, dtype: torch.dtype | None, recipe: Recipe | str | None, as_data: bool
+) -> Any:
+    if not isinstance(recipe, str):
+        made = run.plan(target, dtype, recipe)
+        return made.as_data() if as_data else explain(made)
+    least = run.least_rows(target, dtype)
+    made = run.plan(target, dtype, None if least is None else AUTOMATIC)
+    if as_data:
+        return {**made.as_data(), "auto": {"least_rows": least}}
+    chosen = "none" if least is None else f"{AUTOMATIC.describe().name} from {least:,} rows on, none below"
+    return f"recipe auto: {chosen}\n{explain(made)}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from patterns.break_even import FP8_BLOCKS, break_even, linears_of
 from patterns.chain import Chain
 from patterns.planner import Plan, Refused, Step
 from patterns.rule import Rule
@@ -58,7 +59,11 @@ def _fused(chain: Chain, step: Step, rule: Rule) -> list[str]:
     ops = zip(step.labels, chain.ops[step.start : step.stop], strict=True)
     names = ", ".join(op.title if op.name == label else f"{label} = {op.title}" for label, op in ops)
     width = max((len(bound.kernel.name) for bound in step.kernels), default=0)
-    return [f"{rule.name}: {names}"] + [f"{INDENT}{b.kernel.name:{width}}  {b.use}" for b in step.kernels]
+    lines = [f"{rule.name}: {names}"] + [f"{INDENT}{b.kernel.name:{width}}  {b.use}" for b in step.kernels]
+    linears = linears_of(chain.ops[step.start : step.stop])
+    if chain.recipe is not None and chain.recipe.name == FP8_BLOCKS and linears:
+        lines.append(f"{INDENT}{break_even(linears)} (training, estimated for an H200)")
+    return lines
 
 
 def _shown(plan: Plan, first: Step, last: Step) -> list[Refused]:
