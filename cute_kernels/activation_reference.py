@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cute_kernels.activation import Activation
+from cute_kernels.activation import QUICK, Activation
 
 AT_ONCE = 1 << 22
 """Elements of a pre-activation that are held in FP32 at a time: what the unfused path needs beside its results."""
@@ -42,16 +42,55 @@ def _srelu(x: Tensor) -> tuple[Tensor, Tensor]:
     return r * r, 2 * r
 
 
-_CURVES = {"swiglu": _silu, "geglu": _gelu, "silu": _silu, "gelu": _gelu, "relu": _relu, "srelu": _srelu}
+def _quick_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _silu(x, QUICK)
+
+
+def _sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    s = torch.sigmoid(x)
+    return s, s * (1 - s)
+
+
+def _bounded(x: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    """(bound·tanh(x/bound), its derivative)."""
+    t = torch.tanh(x / bound)
+    return bound * t, 1 - t * t
+
+
+def _tanh_srelu(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    value, slope = _bounded(x.relu(), scale)
+    return value * value, 2 * value * slope
+
+
+_CURVES = {
+    "swiglu": _silu,
+    "glu": _sigmoid,
+    "geglu": _gelu,
+    "qgeglu": _quick_gelu,
+    "reglu": _relu,
+    "sreglu": _srelu,
+    "silu": _silu,
+    "gelu": _gelu,
+    "qgelu": _quick_gelu,
+    "relu": _relu,
+    "srelu": _srelu,
+}
 
 
 def _activation(preact: Tensor, activation: Activation) -> tuple[Tensor, Tensor, Tensor | None]:
     """(f, ∂f/∂gate or ∂f/∂x, ∂f/∂linear or None), all FP32 [T, I]; preact is `[gate | linear]`."""
     z = widened(preact)
+    if activation.kind == "tanh_srelu":
+        return (*_tanh_srelu(z, activation.clamp_scale), None)  # type: ignore[arg-type]
     if not activation.is_glu:
         value, slope = _CURVES[activation.kind](z)
         return value, slope, None
     gate, linear = z.chunk(2, -1)
+    if activation.kind == "situglu":
+        (bounded, bounded_slope), (s, s_slope) = _bounded(gate, activation.beta1), _sigmoid(gate)  # type: ignore[arg-type]
+        up, up_slope = _bounded(linear, activation.beta2)  # type: ignore[arg-type]
+        value = bounded * s
+        return value * up, (bounded_slope * s + bounded * s_slope) * up, value * up_slope
     if activation.kind != "clamped_swiglu":
         value, slope = _CURVES[activation.kind](gate)
         return value * linear, slope * linear, value

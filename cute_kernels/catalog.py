@@ -29,6 +29,9 @@ from cute_kernels.target import CUDNN_FRONTEND, CUTLASS_DSL, TVM_FFI, Package, T
 
 ACTIVATIONS = KINDS
 GLU_ACTIVATIONS = GLU_KINDS
+SM90_ACTIVATIONS = tuple(kind for kind in KINDS if kind not in ("situglu", "tanh_srelu"))
+"""Those that have a module in `hopper/epilogues`."""
+SM100_ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +88,7 @@ SEPARATE_SPAN_BYTES = 16 * (2**31 - 1)
 
 _DSL = (CUTLASS_DSL, TVM_FFI)
 _DTYPE = one_of("dtype", DTYPES)
-_ACTIVATION = one_of("activation", ACTIVATIONS)
+_ACTIVATION = one_of("activation", SM90_ACTIVATIONS)
 _INTERLEAVE = interleave_fits("glu_interleave", "I")
 
 
@@ -153,7 +156,7 @@ SM100_GROUPED_MLP = Kernel(
     (
         interleave_fits("glu_interleave", "I", (32,), plain=False, fix="pack_glu_weights_(interleave=32) does it"),
         _DTYPE,
-        one_of("activation", GLU_ACTIVATIONS),
+        one_of("activation", SM100_ACTIVATIONS),
     ),
     (CUDNN_FRONTEND,),
     missing="the Blackwell adapter of cuDNN Frontend is not in this version",

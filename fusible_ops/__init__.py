@@ -7,17 +7,21 @@
 Importing it needs torch alone.
 """
 
+from fusible_ops import basic, fused
 from fusible_ops.activations import (
     GEGLU,
     GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
     ClampedSwiGLU,
     GeGLU,
+    QGeGLU,
+    ReGLU,
     ReLU,
-    ScaledClampedQGeGLU,
-    ScaledGeGLU,
-    ScaledSReLU,
-    ScaledSwiGLU,
     SiLU,
+    SiTUGLU,
+    SReGLU,
     SReLU,
     SwiGLU,
 )
@@ -30,7 +34,7 @@ from fusible_ops.autocast_mode import (
     is_nvfp4_available,
     quantized_model_init,
 )
-from fusible_ops.basic import ConstantScale, Identity, Quantize
+from fusible_ops.basic.grouped_linear import is_op_fuser_grouped_tensor_path_supported
 from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.linear import BasicLinear, Bias, Linear
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
@@ -44,19 +48,32 @@ from fusible_ops.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
+from fusible_ops.scaled_activations import (
+    ScaledClampedQGeGLU,
+    ScaledGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    ScaledTanhSReLU,
+)
 from fusible_ops.sequential import Sequential
+from fusible_ops.small_ops import ConstantScale, Dropout, Identity, Quantize, Reshape
 
 __version__ = "0.1.0"
 
 __all__ = [
     "GEGLU",
     "GELU",
+    "GLU",
+    "QGEGLU",
+    "QGELU",
     "BasicLinear",
     "BasicOperation",
     "Bias",
     "ClampedSwiGLU",
     "ConstantScale",
     "DelayedScaling",
+    "Dropout",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
@@ -69,23 +86,33 @@ __all__ = [
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "OperationContext",
+    "QGeGLU",
     "Quantize",
     "QuantizedTensor",
+    "ReGLU",
     "ReLU",
     "Recipe",
+    "Reshape",
+    "SReGLU",
     "SReLU",
     "ScaledClampedQGeGLU",
     "ScaledGeGLU",
     "ScaledSReLU",
+    "ScaledSiTUGLU",
     "ScaledSwiGLU",
+    "ScaledTanhSReLU",
     "Sequential",
     "SiLU",
+    "SiTUGLU",
     "SwiGLU",
     "autocast",
+    "basic",
+    "fused",
     "get_default_recipe",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "is_op_fuser_grouped_tensor_path_supported",
     "quantized_model_init",
 ]

@@ -1,13 +1,16 @@
-"""Activations: unary, gated, and the scaled ones that also multiply each row by its router probability.
+"""Activations: unary and gated ones, and what those have in common that multiply each row by its router probability.
 
 Formulas, with gate a (the first half of the columns), linear half b, σ the logistic function:
 
 | op | y | source |
 |---|---|---|
-| GELU, SiLU, ReLU, SReLU | gelu_tanh(x), x·σ(x), max(x, 0), max(x, 0)² | |
-| SwiGLU, GeGLU | a·σ(a)·b, gelu_tanh(a)·b | Shazeer 2020, arXiv:2002.05202 |
+| GELU, QGELU | gelu_tanh(x), x·σ(1.702x) | Hendrycks, Gimpel 2016, arXiv:1606.08415 |
+| SiLU, ReLU, SReLU | x·σ(x), max(x, 0), max(x, 0)² | |
+| SwiGLU, GLU | a·σ(a)·b, σ(a)·b | Shazeer 2020, arXiv:2002.05202 |
+| GeGLU, QGeGLU, ReGLU, SReGLU | gelu_tanh(a)·b, a·σ(1.702a)·b, max(a, 0)·b, max(a, 0)²·b | the same |
 | ClampedSwiGLU | a'·σ(αa')·b', a' = min(a, limit), b' = clamp(b, ±limit) + offset | GPT-OSS |
-| Scaled… | the same times `scales`, one per row | |
+| SiTUGLU | β1·tanh(a/β1)·σ(a)·β2·tanh(b/β2) | Transformer Engine |
+| Scaled… (`scaled_activations.py`) | the same times `scales`, one per row | |
 
 Everything is evaluated in FP32 (FP64 for FP64 inputs) and rounded once; scales are rounded to the compute dtype first.
 Interfaces as in transformer_engine.pytorch.ops (2.20); ScaledGeGLU and limit=None are ours.
@@ -22,7 +25,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.activation import Activation
+from cute_kernels.activation import CONSTANTS, Activation
 from cute_kernels.quantization.formats import fp8_tensor
 from cute_kernels.quantization.quantize import Quantized, dequantize, quantize
 from fusible_ops import checks
@@ -67,16 +70,14 @@ class ActivationOperation(BasicOperation):
         facts: dict[str, object] = {
             "scaled": self.scaled,
             "glu_interleave": self.glu_interleave,
-            "limit": kind.limit,
-            "alpha": kind.alpha,
-            "offset": kind.offset,
+            **kind.constants(),
             "cache_quantized_input": self.cache_quantized_input,
         }
         return OpSpec(kind.kind, self.name, facts)
 
     def extra_repr(self) -> str:
-        constants = f"limit={self.activation.limit}, alpha={self.activation.alpha}, offset={self.activation.offset}"
-        shown = [constants] if self.activation.kind == "clamped_swiglu" else []
+        own = CONSTANTS.get(self.activation.kind, ())
+        shown = [f"{name}={getattr(self.activation, name)}" for name in own]
         if self.glu_interleave:
             shown.append(f"glu_interleave_size={self.glu_interleave}")
         return ", ".join(shown)
@@ -165,11 +166,10 @@ class ScaledActivation(ActivationOperation):
 
     y = round(f(x)·s). Gradients: (dy·s)·∂f for the input, Σ_columns dy·f in FP32 for the scales (only if they require
     it).
-    activation_recompute_in_mlp: accepted for Transformer Engine's sake by ScaledSReLU; has no effect (fused chains
-    always recompute the activation).
     """
 
     scaled = True
+    activation_recompute_in_mlp = False
     num_extra_inputs = 1
 
     def check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], owner: str) -> None:
@@ -218,6 +218,13 @@ class GELU(ActivationOperation):
         super().__init__(Activation("gelu"), cache_quantized_input=cache_quantized_input)
 
 
+class QGELU(ActivationOperation):
+    """y = x·σ(1.702x). See `ActivationOperation`."""
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(Activation("qgelu"), cache_quantized_input=cache_quantized_input)
+
+
 class SiLU(ActivationOperation):
     """y = x·σ(x). See `ActivationOperation`."""
 
@@ -260,6 +267,58 @@ class GeGLU(ActivationOperation):
 GEGLU = GeGLU
 
 
+class GLU(ActivationOperation):
+    """y = σ(a)·b. See `ActivationOperation`."""
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(Activation("glu"), cache_quantized_input=cache_quantized_input)
+
+
+class QGeGLU(ActivationOperation):
+    """y = a·σ(1.702a)·b. See `ActivationOperation`."""
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(Activation("qgeglu"), cache_quantized_input=cache_quantized_input)
+
+
+QGEGLU = QGeGLU
+
+
+class ReGLU(ActivationOperation):
+    """y = max(a, 0)·b. See `ActivationOperation`."""
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(Activation("reglu"), cache_quantized_input=cache_quantized_input)
+
+
+class SReGLU(ActivationOperation):
+    """y = max(a, 0)²·b. See `ActivationOperation`."""
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(Activation("sreglu"), cache_quantized_input=cache_quantized_input)
+
+
+class SiTUGLU(ActivationOperation):
+    """y = β1·tanh(a/β1)·σ(a)·β2·tanh(b/β2). glu_interleave_size as `SwiGLU`'s.
+
+    Errors: ValueError for a beta1 or beta2 that is not finite and positive.
+    """
+
+    def __init__(
+        self,
+        *,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            Activation("situglu", beta1=float(beta1), beta2=float(beta2)),
+            cache_quantized_input=cache_quantized_input,
+            glu_interleave_size=glu_interleave_size,
+        )
+
+
 class ClampedSwiGLU(ActivationOperation):
     """y = a'·σ(αa')·b', a' = min(a, limit), b' = clamp(b, -limit, limit) + glu_linear_offset.
 
@@ -277,60 +336,12 @@ class ClampedSwiGLU(ActivationOperation):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(
-            _clamped(limit, alpha, glu_linear_offset),
+            clamped(limit, alpha, glu_linear_offset),
             cache_quantized_input=cache_quantized_input,
             glu_interleave_size=glu_interleave_size,
         )
 
 
-def _clamped(limit: float | None, alpha: float, offset: float) -> Activation:
+def clamped(limit: float | None, alpha: float, offset: float) -> Activation:
+    """The function of `ClampedSwiGLU`."""
     return Activation("clamped_swiglu", None if limit is None else float(limit), float(alpha), float(offset))
-
-
-def _refuse_recompute(owner: str, activation_recompute_in_mlp: bool) -> None:
-    if activation_recompute_in_mlp:
-        raise ValueError(f"{owner} does not support activation recomputation (activation_recompute_in_mlp=True)")
-
-
-class ScaledSwiGLU(ScaledActivation):
-    """y = a·σ(a)·b·s. See `ScaledActivation`; glu_interleave_size as `SwiGLU`'s."""
-
-    def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False) -> None:
-        _refuse_recompute("ScaledSwiGLU", activation_recompute_in_mlp)
-        super().__init__(Activation("swiglu"), glu_interleave_size=glu_interleave_size)
-
-
-class ScaledGeGLU(ScaledActivation):
-    """y = gelu_tanh(a)·b·s. See `ScaledActivation`; glu_interleave_size as `SwiGLU`'s."""
-
-    def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False) -> None:
-        _refuse_recompute("ScaledGeGLU", activation_recompute_in_mlp)
-        super().__init__(Activation("geglu"), glu_interleave_size=glu_interleave_size)
-
-
-class ScaledClampedQGeGLU(ScaledActivation):
-    """y = ClampedSwiGLU(x)·s. See `ScaledActivation` and `ClampedSwiGLU`.
-
-    The child `_clamped` holds no parameters; it is there for its state_dict key, which Transformer Engine's op has.
-    """
-
-    def __init__(
-        self,
-        glu_interleave_size: int | None = None,
-        *,
-        activation_recompute_in_mlp: bool = False,
-        limit: float | None = 7.0,
-        alpha: float = 1.702,
-        glu_linear_offset: float = 1.0,
-    ) -> None:
-        _refuse_recompute("ScaledClampedQGeGLU", activation_recompute_in_mlp)
-        super().__init__(_clamped(limit, alpha, glu_linear_offset), glu_interleave_size=glu_interleave_size)
-        self._clamped = ClampedSwiGLU(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
-
-
-class ScaledSReLU(ScaledActivation):
-    """y = max(x, 0)²·s. See `ScaledActivation`."""
-
-    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        super().__init__(Activation("srelu"))
-        self.activation_recompute_in_mlp = activation_recompute_in_mlp

@@ -7,8 +7,8 @@ Kinds that the built-in rules know, and their facts:
 | grouped_linear | num_groups, in_features, out_features, has_bias, scale_bias, dtype, accumulate_into_main_grad, \
 delay_wgrad, single_grouped_weight, single_grouped_bias, transposed_weight (stored [K, N]) |
 | linear | in_features, out_features, has_bias, dtype, accumulate_into_main_grad |
-| swiglu, geglu, clamped_swiglu, gelu, silu, relu, srelu | scaled (takes probs), glu_interleave (0: plain halves), \
-limit, alpha, offset, cache_quantized_input |
+| the activations (`cute_kernels.activation.KINDS`) | scaled (takes probs), glu_interleave (0: plain halves), \
+cache_quantized_input, all constants (limit, alpha, offset, …) |
 | quantize | forward, backward |
 
 Any other kind is legal: it runs unfused unless a rule that the caller passes knows it.
@@ -34,9 +34,18 @@ TITLES: Mapping[str, str] = {
     "silu": "SiLU",
     "relu": "ReLU",
     "srelu": "SReLU",
+    "qgelu": "QGELU",
+    "tanh_srelu": "TanhSReLU",
+    "glu": "GLU",
+    "qgeglu": "QGeGLU",
+    "reglu": "ReGLU",
+    "sreglu": "SReGLU",
+    "situglu": "SiTUGLU",
     "quantize": "Quantize",
     "constant_scale": "ConstantScale",
     "identity": "Identity",
+    "reshape": "Reshape",
+    "dropout": "Dropout",
 }
 LINEAR_KINDS = ("grouped_linear", "linear", "basic_linear")
 

@@ -24,12 +24,25 @@ ACTIVATIONS: dict[str, Callable[..., ops.FusibleOperation]] = {
     "silu": ops.SiLU,
     "relu": ops.ReLU,
     "srelu": ops.SReLU,
+    "qgelu": ops.QGELU,
+    "glu": ops.GLU,
+    "qgeglu": ops.QGeGLU,
+    "reglu": ops.ReGLU,
+    "sreglu": ops.SReGLU,
     "scaled_swiglu": ops.ScaledSwiGLU,
     "scaled_geglu": ops.ScaledGeGLU,
     "scaled_clamped": lambda **k: ops.ScaledClampedQGeGLU(limit=1.0, **k),
     "scaled_srelu": ops.ScaledSReLU,
 }
-GATED = ("swiglu", "geglu", "clamped_swiglu", "scaled_swiglu", "scaled_geglu", "scaled_clamped")
+UNFUSED_ACTIVATIONS: dict[str, Callable[..., ops.FusibleOperation]] = {
+    "situglu": ops.SiTUGLU,
+    "scaled_situglu": lambda **k: ops.ScaledSiTUGLU(beta1=1.5, beta2=2.0, **k),
+    "scaled_tanh_srelu": lambda **k: ops.ScaledTanhSReLU(tanh_clamp_scale=0.75, **k),
+}
+"""Those that no kernel has yet."""
+INTERLEAVED = ("swiglu", "geglu", "clamped_swiglu", "scaled_swiglu", "scaled_geglu", "scaled_clamped", "situglu")
+INTERLEAVED += ("scaled_situglu",)
+GATED = (*INTERLEAVED, "glu", "qgeglu", "reglu", "sreglu")
 
 
 @dataclass(frozen=True)
@@ -54,8 +67,8 @@ class MLP:
 
     def build(self, splits: Splits, device: str, dtype: torch.dtype, **sequential: object) -> ops.Sequential:
         """The module with random weights and biases of a size that keeps activations near 1."""
-        make = ACTIVATIONS[self.activation]
-        act = make(glu_interleave_size=self.interleave) if self.gated else make()
+        make = (ACTIVATIONS | UNFUSED_ACTIVATIONS)[self.activation]
+        act = make(glu_interleave_size=self.interleave) if self.activation in INTERLEAVED else make()
         wide = self.intermediate * (2 if self.gated else 1)
         common = {"bias": self.bias, "device": device, "dtype": dtype, **self.linear}
         fc1 = ops.GroupedLinear(splits.groups, self.hidden, wide, **common)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import fusible_ops as ops
 from tests.cases import SMALL_SPLITS, SPLITS, TAIL, Splits
 from tests.compare import assert_as_accurate
-from tests.models import ACTIVATIONS, GATED, MLP, Inputs, as_if_on, step
+from tests.models import ACTIVATIONS, INTERLEAVED, MLP, UNFUSED_ACTIVATIONS, Inputs, as_if_on, step
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
@@ -47,8 +47,8 @@ def test_unfused_mlp_equals_a_loop_of_torch_ops(splits: Splits) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_fused_equals_unfused(activation: str, interleave: int | None, bias: bool) -> None:
     """The fused operation, run on the operators' CPU reference, against the unfused ops, both in BF16, and FP64."""
-    if interleave and activation not in GATED:
-        pytest.skip("a unary activation has no halves to interleave")
+    if interleave and activation not in INTERLEAVED:
+        pytest.skip("this activation has no halves, or takes them plain")
     mlp = MLP(activation, bias=bias, scale_bias=bias, interleave=interleave)
     results: dict[str, list[list[torch.Tensor]]] = {}
     for splits in SMALL_SPLITS:
@@ -203,7 +203,7 @@ def test_dense_linear_rounds_once_fused_and_unfused() -> None:
         assert (y != once).float().mean() < 0.01  # sums in another order may cross a rounding boundary
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, *UNFUSED_ACTIVATIONS])
 def test_gradcheck(activation: str) -> None:
     """Numerical gradients in FP64 with respect to x, probs and every parameter; one group is empty, one row is tail."""
     mlp = MLP(activation, hidden=4, intermediate=4, bias=True, scale_bias=True, interleave=2)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from cute_kernels import launch
-from cute_kernels.activation import KINDS, Activation
+from cute_kernels.activation import Activation
+from cute_kernels.catalog import SM90_ACTIVATIONS
 from cute_kernels.hopper import device_table, grouped_wgrad, rowwise
 from cute_kernels.hopper.device_table import TableOptions
 from cute_kernels.hopper.grouped_wgrad import WgradOptions
@@ -45,7 +46,7 @@ WGRAD = (
 ROWWISE = (
     GroupOffsetsOptions("int32"),
     GroupOffsetsOptions("int64"),
-    *(DactOptions("bfloat16", Activation(kind), "float32", True) for kind in KINDS),
+    *(DactOptions("bfloat16", Activation(kind), "float32", True) for kind in SM90_ACTIVATIONS),
     DactOptions("float16", Activation("clamped_swiglu", 7.0, 1.702, 1.0), None, False),
     ColumnSumsOptions("bfloat16", None, False),
     ColumnSumsOptions("float16", "float32", True),

@@ -93,7 +93,7 @@ def test_partly_fused_shows_what_kept_the_longer_rule_out() -> None:
     assert "grouped_linear_activation: fc1 = " not in text
     assert "    x grouped_mlp  guard    fc1.num_groups is 8, needs 4 (fc2.num_groups)\n" in text
     assert "grouped_linear: fc = GroupedLinear fc2\n" in text
-    assert "unfused: dropout [3]\n" in text and text.endswith("3 of 4 ops fused")
+    assert "unfused: Dropout [3]\n" in text and text.endswith("3 of 4 ops fused")
     assert "sm100" not in text.split("unfused")[0]
 
 

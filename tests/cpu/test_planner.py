@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from cute_kernels.catalog import ACTIVATIONS, GLU_ACTIVATIONS
+from cute_kernels.catalog import ACTIVATIONS, GLU_ACTIVATIONS, SM90_ACTIVATIONS
 from cute_kernels.target import Target
 from patterns import RULES, Chain, FrozenFacts, OpSpec, Plan, RecipeSpec, Rule, plan, slot
 from patterns.examples import FFN, MOE, MOE_LINEAR, QUANTIZE, activation, grouped_linear, linear
@@ -37,18 +37,25 @@ def reasons(result: Plan, rule: str, start: int = 0) -> list[str]:
 # What fuses
 
 
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("kind", SM90_ACTIVATIONS)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_every_activation_fuses_between_grouped_linears(kind: str, scaled: bool) -> None:
     assert taken(plan(mlp(kind, scaled=scaled), H200)) == [("grouped_mlp", 0, 3)]
 
 
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("kind", SM90_ACTIVATIONS)
 def test_linear_activation_linear_is_a_dense_pattern(kind: str) -> None:
     result = plan(mlp(kind, make=linear), H200)
     assert taken(result) == [("mlp", 0, 3)]
     names = {bound.kernel.name for bound in result.steps[0].kernels}
     assert "grouped_dbias" in names and "grouped_dscale" not in names
+
+
+@pytest.mark.parametrize("kind", sorted({*ACTIVATIONS} - {*SM90_ACTIVATIONS}))
+def test_an_activation_without_a_kernel_is_refused_in_words(kind: str) -> None:
+    result = plan(mlp(kind), H200)
+    assert taken(result) == [("grouped_linear", 0, 1), (None, 1, 2), ("grouped_linear", 2, 3)]
+    assert reasons(result, "grouped_mlp") == [f"act.kind is {kind}, needs {' or '.join(SM90_ACTIVATIONS)}"]
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 4, 8, 16, 32])

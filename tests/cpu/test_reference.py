@@ -14,6 +14,16 @@ from tests.compare import assert_bitwise_equal
 G64 = torch.float64
 
 
+def some_activation(kind: str) -> Activation:
+    """One of this kind, with constants that its values notice."""
+    constants = {
+        "clamped_swiglu": {"limit": 0.8, "alpha": 1.3, "offset": 0.5},
+        "situglu": {"beta1": 1.5, "beta2": 2.0},
+        "tanh_srelu": {"clamp_scale": 0.75},
+    }
+    return Activation(kind, **constants.get(kind, {}))
+
+
 def _weights(splits: Splits, rows: int, cols: int) -> torch.Tensor:
     return torch.randn(splits.groups, rows, cols, dtype=G64)
 
@@ -68,11 +78,21 @@ def test_interleave_blocks() -> None:
         ("silu", F.silu),
         ("relu", F.relu),
         ("srelu", lambda z: F.relu(z).square()),
+        ("qgelu", lambda z: z * torch.sigmoid(1.702 * z)),
+        ("glu", lambda z: F.glu(z.roll(8, -1), -1)),  # torch's gate is the second half
+        ("qgeglu", lambda z: z[..., :8] * torch.sigmoid(1.702 * z[..., :8]) * z[..., 8:]),
+        ("reglu", lambda z: F.relu(z[..., :8]) * z[..., 8:]),
+        ("sreglu", lambda z: F.relu(z[..., :8]).square() * z[..., 8:]),
+        (
+            "situglu",
+            lambda z: 1.5 * torch.tanh(z[..., :8] / 1.5) * torch.sigmoid(z[..., :8]) * 2.0 * torch.tanh(z[..., 8:] / 2),
+        ),
+        ("tanh_srelu", lambda z: (0.75 * torch.tanh(F.relu(z) / 0.75)).square()),
     ],
 )
 def test_activations_equal_torch(kind, expected) -> None:
     z = torch.randn(5, 16, dtype=G64)
-    torch.testing.assert_close(reference.activation_forward(z, Activation(kind)), expected(z))
+    torch.testing.assert_close(reference.activation_forward(z, some_activation(kind)), expected(z))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +133,7 @@ def test_clamped_without_constants_is_swiglu_exactly() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_activation_gradients_equal_autograd(kind: str, scaled: bool) -> None:
-    act = Activation(kind, 0.8, 1.3, 0.5) if kind == "clamped_swiglu" else Activation(kind)
+    act = some_activation(kind)
     z = torch.randn(6, 16, dtype=G64, requires_grad=True)
     p = torch.rand(6, dtype=G64, requires_grad=True) if scaled else None
     y = reference.activation_forward(z, act, p)
@@ -176,7 +196,7 @@ def test_wgrad_into_callers_buffers() -> None:
 def test_large_activations_are_computed_in_parts(
     kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    act = Activation(kind)
+    act = some_activation(kind)
     z, p = torch.randn(shape).bfloat16(), torch.rand(shape[:-1])
     dy = torch.randn(*shape[:-1], 24 // act.halves).bfloat16()
     runs = []

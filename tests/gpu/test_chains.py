@@ -12,7 +12,7 @@ from cute_kernels import ops as kernels
 from cute_kernels.activation import Activation
 from tests.cases import Splits, full
 from tests.compare import assert_as_accurate, assert_bitwise_equal
-from tests.models import ACTIVATIONS, GATED, MLP, Inputs, no_host_sync, step
+from tests.models import ACTIVATIONS, INTERLEAVED, MLP, Inputs, no_host_sync, step
 
 pytestmark = pytest.mark.gpu("sm_90a")
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
@@ -59,8 +59,8 @@ def compare(mlp: MLP, splits: Splits, dtype: torch.dtype = torch.bfloat16) -> No
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("interleave", [None, 1, 32])
 def test_every_activation(activation: str, interleave: int | None, bias: bool) -> None:
-    if interleave and activation not in GATED:
-        pytest.skip("a unary activation has no halves to interleave")
+    if interleave and activation not in INTERLEAVED:
+        pytest.skip("this activation has no halves, or takes them plain")
     mlp = MLP(activation, hidden=136, intermediate=160, bias=bias, scale_bias=bias, interleave=interleave)
     for splits in (GPU_SPLITS[1], GPU_SPLITS[3]):
         compare(mlp, splits)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cute_kernels import launch, reference
-from cute_kernels.activation import KINDS, Activation
+from cute_kernels.activation import Activation
+from cute_kernels.catalog import SM90_ACTIVATIONS
 from tests.cases import SPLITS, Splits
 from tests.compare import assert_as_accurate, assert_bitwise_equal
 
@@ -18,7 +19,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 RAGGED = Splits("ragged", (300, 0, 5, 128, 0, 77), rows=600)
 MANY = Splits("many", tuple((i * 7) % 4 for i in range(1000)), rows=1700)
 SWIGLU = Activation("swiglu")
-ACTIVATIONS = [Activation(kind) for kind in KINDS if kind != "clamped_swiglu"] + [
+ACTIVATIONS = [Activation(kind) for kind in SM90_ACTIVATIONS if kind != "clamped_swiglu"] + [
     Activation("clamped_swiglu", 1.0, 1.702, 1.0),
     Activation("clamped_swiglu", None, 1.702, 0.0),
 ]

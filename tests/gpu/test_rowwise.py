@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.activation import KINDS, Activation
+from cute_kernels.activation import Activation
+from cute_kernels.catalog import SM90_ACTIVATIONS
 from cute_kernels.hopper.operands import MOST_ROWS
 from cute_kernels.hopper.rowwise import dact, group_offsets, grouped_dbias, grouped_dscale
 from tests.cases import OFF_TILE, SPLITS, TAIL, Splits
@@ -74,7 +75,7 @@ def test_offsets_say_why_not():
 
 # Activation gradients
 
-ACTIVATIONS = [Activation(kind) for kind in KINDS if kind != "clamped_swiglu"] + [
+ACTIVATIONS = [Activation(kind) for kind in SM90_ACTIVATIONS if kind != "clamped_swiglu"] + [
     Activation("clamped_swiglu", 1.0, 1.702, 1.0),
     Activation("clamped_swiglu"),
 ]

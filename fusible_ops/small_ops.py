@@ -1,10 +1,11 @@
-"""Small ops without parameters: Quantize, ConstantScale, Identity."""
+"""Small ops without parameters: Quantize, ConstantScale, Identity, Reshape, Dropout."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cute_kernels.quantization.formats import Format
@@ -127,3 +128,85 @@ class Identity(BasicOperation):
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
         return grad_output, []
+
+
+class Reshape(BasicOperation):
+    """y = x.reshape(shape), in which one dimension may be -1.
+
+    Errors: ValueError for a last dimension that changes in a run with a grouped linear: its rows are tokens.
+    Source: the interface is that of transformer_engine.pytorch.ops.Reshape (2.20).
+    """
+
+    known_kwargs = ()
+    keeps_zero_rows = True
+
+    def __init__(self, shape: Iterable[int]) -> None:
+        super().__init__()
+        self.shape = tuple(shape)
+
+    def extra_repr(self) -> str:
+        return f"shape={self.shape}"
+
+    def describe(self) -> OpSpec:
+        return OpSpec("reshape", self.name, {"shape": self.shape})
+
+    def output_width(self, incoming: int | None) -> int | None:
+        return self.shape[-1] if self.shape and self.shape[-1] > 0 else None
+
+    def op_forward(self, ctx: OperationContext, input_: Tensor, **_: Any) -> Tensor:
+        y = input_.reshape(self.shape)
+        if ctx.split_sizes is not None and y.shape[-1:] != input_.shape[-1:]:
+            raise ValueError(
+                f"{ctx.owner}: {tuple(input_.shape)} to {tuple(y.shape)} changes what a row is, but rows are the "
+                "tokens of a grouped linear in the same run; reshape outside of it"
+            )
+        ctx.input_shape = input_.shape
+        return y
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
+        return grad_output.reshape(ctx.input_shape), []
+
+
+class Dropout(BasicOperation):
+    """y = x·m/(1 - p), each m being 0 with probability p, else 1; y = x in evaluation (`.eval()`).
+
+    p: from 0 to 1 (all zeros); else ValueError. Random numbers are those of torch's generator of the input's device.
+    The mask, a byte an element, is kept for backward.
+    Source: the interface is that of transformer_engine.pytorch.ops.Dropout (2.20).
+    """
+
+    known_kwargs = ()
+    keeps_zero_rows = True
+
+    def __init__(self, p: float) -> None:
+        if not 0 <= p <= 1:
+            raise ValueError(f"Dropout: p must be between 0 and 1, got {p}")
+        super().__init__()
+        self.dropout_probability = float(p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.dropout_probability}"
+
+    def describe(self) -> OpSpec:
+        return OpSpec("dropout", self.name, {"p": self.dropout_probability})
+
+    def output_width(self, incoming: int | None) -> int | None:
+        return incoming
+
+    def op_forward(self, ctx: OperationContext, input_: Tensor, **_: Any) -> Tensor:
+        checks.float_input(ctx.owner, input_)
+        ctx.drops = self.training
+        if not self.training:
+            return input_
+        x = input_.to(ctx.compute_dtype(input_.dtype))
+        kept = 1 - self.dropout_probability
+        mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(kept)
+        ctx.scale = 1 / kept if kept else 0.0
+        ctx.save_for_backward(mask)
+        return x * mask * ctx.scale
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Iterable[Tensor | None]]:
+        if not ctx.drops:
+            return grad_output, []
+        (mask,) = ctx.saved_tensors
+        return grad_output * mask * ctx.scale, []
