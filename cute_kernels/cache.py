@@ -98,7 +98,7 @@ def distrust(path: Path, is_pack: bool = False) -> str | None:
     return None
 
 
-def state(directory: Path) -> dict[str, Any]:
+def state(directory: Path, is_pack: bool = False) -> dict[str, Any]:
     """The directory in figures: its path, entries, bytes; whether it can be written; why it is refused, or None."""
     entries = [_Entry(key, paths) for key, paths in _files_by_key(directory).items()]
     return {
@@ -106,7 +106,7 @@ def state(directory: Path) -> dict[str, Any]:
         "entries": len(entries),
         "bytes": sum(entry.bytes for entry in entries),
         "writable": os.access(_nearest_that_exists(directory), os.W_OK),
-        "refused": distrust(directory),
+        "refused": "there is no such directory" if is_pack and not directory.is_dir() else distrust(directory, is_pack),
     }
 
 

@@ -62,11 +62,14 @@ def kernel(module: str, options: Any, arch: str) -> Function:
     return found if found is not None else _first_use((module, options, arch))
 
 
-def precompile(module: str, options: Any, arch: str) -> bool:
-    """Have the kernel on disk; needs no GPU. True if it was compiled now, False if it was there."""
+def precompile(module: str, options: Any, arch: str, pack: Path | None = None) -> bool:
+    """Have the kernel on disk, in the directory `pack` if one is given; needs no GPU. True if it was compiled now,
+    False if it was there.
+    """
+    spec = module, options, arch
     with _lock:
         before = _compiled
-        _functions[module, options, arch] = _obtain((module, options, arch))
+        _functions[spec] = _obtain(spec) if pack is None else _stored(spec, pack, None)
         return _compiled != before
 
 
@@ -152,37 +155,52 @@ def _obtain(spec: Spec) -> Function:
     """From disk, else compiled and stored. The caller holds the lock."""
     if spec in _failures:
         raise CompileError(_failures[spec])
-    module, options, arch = spec
-    versions = toolchain()
-    key = entry_key(module, options, arch, versions)
-    name = f"fusible_{key[:24]}"
-    load = functools.partial(objects.load, name=name)
+    key, load = _key_and_load(spec)
     places = (*_packs, *target.packs())
     for pack in places:
         found = cache.find(pack, key, load, is_pack=True)
         if found is not None:
             return found
     directory = target.cache_dir()
-    if _forbidden:
-        found = cache.find(directory, key, load)
-        if found is None:
-            looked = ", ".join(map(str, (*places, directory)))
-            raise CompileForbiddenError(
-                f"{module} is not compiled for {arch} with {options!r} (cache key {key}; looked in {looked}), and "
-                "no_compile is in force; compile it ahead of time: fusible-ops warmup"
-            )
-        return found
-    facts = {"module": module, "options": repr(options), "arch": arch, "versions": versions}
-    return cache.get_or_build(directory, key, facts, load, lambda folder: _export(spec, key, name, folder))
+    if not _forbidden:
+        return _stored(spec, directory, cache.MOST_BYTES)
+    found = cache.find(directory, key, load)
+    if found is None:
+        module, options, arch = spec
+        raise CompileForbiddenError(
+            f"{module} is not compiled for {arch} with {options!r} (cache key {key}), and no_compile is in force; "
+            f"looked in {', '.join(map(str, (*places, directory)))}. Compile it ahead of time: fusible-ops warmup"
+        )
+    return found
 
 
-def _export(spec: Spec, key: str, name: str, folder: Path) -> list[Path]:
+def _stored(spec: Spec, directory: Path, most_bytes: int | None) -> Function:
+    """From the directory; compiled into it if it is not there."""
+    key, load = _key_and_load(spec)
+    module, options, arch = spec
+    facts = {"module": module, "options": repr(options), "arch": arch, "versions": toolchain()}
+    return cache.get_or_build(directory, key, facts, load, lambda folder: _export(spec, key, folder), most_bytes)
+
+
+def _key_and_load(spec: Spec) -> tuple[str, Callable[[Path], Function]]:
+    """The kernel's key, and what loads its files."""
+    module, options, arch = spec
+    key = entry_key(module, options, arch, toolchain())
+    return key, functools.partial(objects.load, name=_name(key))
+
+
+def _name(key: str) -> str:
+    """What the function of an entry is called in its files."""
+    return f"fusible_{key[:24]}"
+
+
+def _export(spec: Spec, key: str, folder: Path) -> list[Path]:
     """Compile into `folder`: the files, the one to load first."""
     module, options, arch = spec
     began = time.perf_counter()
     path = folder / f"{key}.o"
     try:
-        compile_only(module, options, arch).export_to_c(str(path), function_name=name)
+        compile_only(module, options, arch).export_to_c(str(path), function_name=_name(key))
     except MissingPackageError:
         raise
     except Exception as error:  # whatever the compiler raises: name the kernel, keep the cause, never try again

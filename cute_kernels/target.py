@@ -181,6 +181,37 @@ def driver_cuda() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
+def driver_version() -> str | None:
+    """The version of the NVIDIA driver, "580.65.06" say; None where there is none, or not on Linux."""
+    try:
+        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return None
+    found = re.search(r"\d+\.\d+(\.\d+)*", line)
+    return found.group() if found else None
+
+
+@dataclass(frozen=True)
+class RecordedFile:
+    """A file as a wheel's RECORD states it. sha256: as there, in base64."""
+
+    package: str
+    path: Path
+    sha256: str
+
+
+def recorded_files(prefix: str) -> list[RecordedFile]:
+    """Every file that distributions whose names start so say they have installed, by the RECORDs of their wheels."""
+    found = []
+    for distribution in importlib.metadata.distributions():
+        name = distribution.name or ""
+        if name.replace("_", "-").startswith(prefix):
+            for file in distribution.files or ():
+                if file.hash is not None and file.hash.mode == "sha256":
+                    found.append(RecordedFile(name, Path(str(distribution.locate_file(file))), file.hash.value))
+    return found
+
+
 def _distribution_folder(name: str) -> Path | None:
     """Where a distribution is installed."""
     found = next(iter(importlib.metadata.distributions(name=name)), None)

@@ -7,6 +7,7 @@
 Importing it needs torch alone.
 """
 
+from cute_kernels.launch import CompileForbiddenError, use_kernels
 from fusible_ops import basic, fused
 from fusible_ops.activations import (
     GEGLU,
@@ -71,6 +72,7 @@ __all__ = [
     "BasicOperation",
     "Bias",
     "ClampedSwiGLU",
+    "CompileForbiddenError",
     "ConstantScale",
     "DelayedScaling",
     "Dropout",
@@ -115,4 +117,5 @@ __all__ = [
     "is_nvfp4_available",
     "is_op_fuser_grouped_tensor_path_supported",
     "quantized_model_init",
+    "use_kernels",
 ]

@@ -139,7 +139,7 @@ NOTHING_HELD = Held(())
 def pack_(parameters: Sequence[Parameter]) -> None:
     """Move the parameters' values into one new buffer, each a view of it, unless they lie so already."""
     first = parameters[0]
-    if first.is_meta or any(p.device != first.device or p.dtype != first.dtype for p in parameters):
+    if any(p.device != first.device or p.dtype != first.dtype for p in parameters):
         return
     if are_packed(parameters):
         return

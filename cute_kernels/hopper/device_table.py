@@ -34,9 +34,7 @@ class TableOptions:
 
 def device_table(values: tuple[int, ...], device: torch.device, stream: int, arch: str) -> Tensor:
     """int64 [len(values)] on `device`, ready for work on `stream` (the current stream of `device`)."""
-    with torch.cuda.device(device):
-        capturing = torch.cuda.is_current_stream_capturing()
-    if capturing:
+    if _is_capturing(device):
         return _filled(values, device, stream, arch)
     key = (device, stream, values)
     with _lock:
@@ -50,6 +48,14 @@ def device_table(values: tuple[int, ...], device: torch.device, stream: int, arc
         while len(_tables) > REMEMBERED:
             _tables.popitem(last=False)
     return table
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph records the current stream of the device."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import fusible_ops as ops
+from fusible_ops.bench.peers import Calls, Problem, te_fp8_layer
 from tests.bench.bench_grouped_mlp import SHAPES, make_problem
-from tests.bench.peers import Calls, Problem, te_fp8_layer
 from tests.bench.timing import launches, medians
 
 PARTS = ("forward", "forward + backward")

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import fusible_ops as ops
+from fusible_ops.bench.peers import Problem, compiled_swiglu
 from tests.bench.bench_grouped_mlp import SHAPES, make_problem
-from tests.bench.peers import Problem, compiled_swiglu
 from tests.bench.timing import MIB, requested_bytes
 
 Step = Callable[[], Iterator[None]]

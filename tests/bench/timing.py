@@ -1,60 +1,15 @@
-"""Timing callables beside one another: in turn, L2 emptied before each, CUDA events, medians."""
+"""What benches measure beside time (`fusible_ops.bench.timing`): bytes that live tensors asked for, and launches."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-MIB = 2**20
-FLUSH_BYTES = 96 * MIB
+from fusible_ops.bench.timing import MIB, medians, uneven_splits
 
-
-def medians(
-    callables: Mapping[str, Callable[[], object]], rounds: int = 15, warmups: int = 3, flush: bool = True
-) -> dict[str, float]:
-    """Median milliseconds of each callable, run in turn (A B C, B C A, …); one that raises is reported and left out.
-
-    Before each timed call 96 MiB of random bytes are written, so that no input is in L2.
-    """
-    scratch = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    alive: dict[str, Callable[[], object]] = {}
-    for name, call in callables.items():
-        try:
-            for _ in range(warmups):
-                call()
-            torch.cuda.synchronize()
-            alive[name] = call
-        except Exception as error:  # a peer that does not run is no reason to stop
-            print(f"  {name} does not run: {type(error).__name__}: {str(error)[:200]}", flush=True)
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in alive}
-    for round_index in range(rounds):
-        names = list(alive)
-        shift = round_index % len(names)
-        for name in names[shift:] + names[:shift]:
-            if flush:
-                scratch.random_(-128, 127)
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            alive[name]()
-            stop.record()
-            events[name].append((start, stop))
-        torch.cuda.synchronize()
-    return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) for name, pairs in events.items()}
-
-
-def uneven_splits(groups: int, rows: int, multiple: int = 128, seed: int = 0) -> list[int]:
-    """Random group sizes from about half to one and a half times the mean, multiples of `multiple`, summing to rows."""
-    generator = torch.Generator().manual_seed(seed)
-    share = torch.rand(groups, generator=generator) + 0.5
-    sizes = (share / share.sum() * rows / multiple).floor().long() * multiple
-    order = torch.randperm(groups, generator=generator)
-    left = (rows - int(sizes.sum())) // multiple
-    sizes[order[torch.arange(left) % groups]] += 0 if left == 0 else multiple
-    sizes[order[0]] += rows - int(sizes.sum())
-    return sizes.tolist()
+__all__ = ["MIB", "launches", "medians", "requested_bytes", "uneven_splits"]
 
 
 def requested_bytes(what: str = "current") -> int:

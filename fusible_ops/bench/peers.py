@@ -5,6 +5,7 @@ Layer: x [T, H] -> W1 [G, 2I, H] -> SwiGLU -> W2 [G, H, I] -> y [T, H], no bias.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -200,6 +201,6 @@ def te_fp8_layer(p: Problem) -> dict[str, Calls]:
 
     recipes = {"te block": Float8BlockScaling(), "te current": Float8CurrentScaling()}
     return {
-        part: {name: lambda call=call, recipe=recipe: call(recipe) for name, recipe in recipes.items()}
+        part: {name: functools.partial(call, recipe) for name, recipe in recipes.items()}
         for part, call in (("forward", forward_only), ("forward + backward", both))
     }

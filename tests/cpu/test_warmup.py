@@ -1,0 +1,146 @@
+"""Which kernels a model needs, found without a GPU; packs of them; and how the command names models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fusible_ops as ops
+from cute_kernels import launch, target
+from cute_kernels.hopper.configs import Options
+from cute_kernels.hopper.grouped_wgrad import WgradOptions
+from cute_kernels.hopper.rowwise import GroupOffsetsOptions
+from cute_kernels.rehearsal import rehearsal
+from cute_kernels.target import Target
+from fusible_ops.cli import main
+from fusible_ops.cli.models import load, mlp
+from fusible_ops.warmup import Use, compile_pack, kernels_of
+
+ARCH = "sm_90a"
+
+
+def kinds(specs: list[launch.Spec]) -> dict[str, int]:
+    """How many kernels of each kind."""
+    found: dict[str, int] = {}
+    for module, options, _ in specs:
+        kind = getattr(options, "kind", module.rpartition(".")[2])
+        found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+def test_every_kernel_of_a_step_is_found_for_any_row_count():
+    specs = kernels_of(mlp(128, 256, 8), use=Use(inference=False))
+    assert len(specs) == len(set(specs))
+    assert set(kinds(specs)) == {"act", "store", "dact", "rowwise_kernel", "grouped_wgrad_kernel"}
+    tiles = {(o.config.tile_m, o.config.tile_n) for _, o, _ in specs if isinstance(o, Options) and o.kind == "act"}
+    assert len(tiles) > 1, "few rows and many take different tiles"
+    assert {o.factor for _, o, _ in specs if isinstance(o, Options) and o.kind == "dact"} == {"float32"}
+
+
+def test_how_the_model_is_used_decides():
+    model = mlp(128, 256, 8)
+    assert set(kinds(kernels_of(model, use=Use(training=False)))) == {"act", "store", "rowwise_kernel"}
+    halves = kernels_of(model, use=Use(probs=torch.bfloat16, splits=torch.int32))
+    assert {o.factor for _, o, _ in halves if isinstance(o, Options) and o.kind == "act"} == {"bfloat16"}
+    assert [o.index for _, o, _ in halves if isinstance(o, GroupOffsetsOptions)] == ["int32"]
+    assert kernels_of(mlp(128, 256, 8, dtype="float32")) == []
+    cast = kernels_of(mlp(128, 256, 8, dtype="float32"), use=Use(autocast=torch.bfloat16))
+    assert {o.out for _, o, _ in cast if isinstance(o, WgradOptions)} == {"float32"}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"single_grouped_weight": True}, {"bias": True}])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_are_as_they_lie(arguments: dict[str, bool], device: str):
+    """Packed weights are one operand on the meta device too, and the model itself stays where and as it was."""
+    model = mlp(64, 64, 4, linear=arguments, device=device)
+    before = {name: (p.data_ptr(), p.device) for name, p in model.named_parameters()}
+    specs = kernels_of(model)
+    assert not any(o.separate for _, o, _ in specs if isinstance(o, Options | WgradOptions))
+    assert {name: (p.data_ptr(), p.device) for name, p in model.named_parameters()} == before
+
+
+def test_main_grads_are_added_to():
+    specs = kernels_of(mlp(64, 64, 4, linear={"accumulate_into_main_grad": True}))
+    assert {o.accumulate for _, o, _ in specs if isinstance(o, WgradOptions)} == {True}
+
+
+def test_every_sequential_of_a_model_counts_and_others_do_not():
+    dense = ops.Sequential(ops.SwiGLU(), ops.Linear(64, 96, dtype=torch.bfloat16), nn.LayerNorm(96))
+    model = nn.ModuleDict({"moe": mlp(64, 64, 4), "head": nn.Linear(8, 8), "dense": dense})
+    alone = kernels_of(model["moe"])
+    both = kernels_of(model)
+    assert both[: len(alone)] == alone and len(both) > len(alone)
+    assert kernels_of(nn.Linear(8, 8)) == []
+
+
+def test_a_rehearsal_leaves_nothing_behind():
+    former = launch._functions, launch.current_stream, target._probe
+    with pytest.raises(KeyError), rehearsal(ARCH) as specs:
+        assert Target.of("meta") == Target.named(ARCH) and Target.of("cpu").arch == "cpu"
+        raise KeyError
+    assert specs == {} and (launch._functions, launch.current_stream, target._probe) == former
+    assert Target.of("meta").arch == "meta"
+    with pytest.raises(ValueError, match="sm_90a"), rehearsal("sm_90"):
+        pass
+
+
+def test_pack_is_compiled_in_other_processes_once(tmp_path: Path):
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed: nothing can be compiled")
+    specs = [spec for spec in kernels_of(mlp(64, 64, 4)) if isinstance(spec[1], GroupOffsetsOptions)]
+    told = []
+    made = compile_pack(specs, tmp_path / "pack", report=told.append)
+    assert [kernel.new for kernel in made] == [True] and told == made
+    launch.forget()
+    assert launch.precompile(*specs[0], pack=tmp_path / "pack") is False
+    launch.forget()
+    with launch.use_kernels(tmp_path / "pack", no_compile=True):
+        assert callable(launch.kernel(*specs[0]))
+    launch.forget()
+
+
+# The command
+
+
+def test_models_by_shape_file_and_name(tmp_path: Path):
+    assert [type(op).__name__ for op in load("64,32,4")] == ["GroupedLinear", "ScaledSwiGLU", "GroupedLinear"]
+    assert [type(op).__name__ for op in load("64,32,0")] == ["Linear", "SwiGLU", "Linear"]
+    layer = {"hidden": 64, "intermediate": 32, "experts": 2, "activation": "ScaledSReLU", "linear": {"bias": True}}
+    (tmp_path / "model.json").write_text(json.dumps([layer, layer]))
+    described = load(str(tmp_path / "model.json"))
+    assert len(described) == 2 and described[0][0].out_features == 32 and described[0][0].has_bias
+    text = (
+        "import fusible_ops as fo\ndef make(device=None):\n    return fo.Sequential(fo.Linear(8, 8, device=device))\n"
+    )
+    (tmp_path / "own.py").write_text(text)
+    assert next(load(f"{tmp_path / 'own.py'}:make").parameters()).is_meta
+    assert isinstance(load("torch.nn:Identity"), nn.Identity)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("64,32", "needs three"), ("nothing", "is no model"), ("absent.py:x", "absent.py"), ("math:sqrt", "argument")],
+)
+def test_what_is_no_model_is_refused(text: str, says: str):
+    with pytest.raises((ValueError, TypeError), match=says):
+        load(text)
+
+
+def test_the_command_lists_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["warmup", "64,32,4", "--out", str(tmp_path / "pack"), "--inference", "--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) == len(kernels_of(mlp(64, 32, 4), use=Use(training=False)))
+    assert not (tmp_path / "pack").exists()
+    assert main(["warmup", "64,32,4", "--out", str(tmp_path), "--arch", "sm_80"]) == 1
+    assert "nothing is fused" in capsys.readouterr().out
+
+
+def test_python_m_is_the_command():
+    command = [sys.executable, "-m", "fusible_ops", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(ops.__file__).parents[1])
+    assert all(name in done.stdout for name in ("doctor", "warmup", "bench"))
