@@ -31,6 +31,9 @@ print("new:", *sorted(after - before - set(sys.stdlib_module_names)))
 print("cuda:", torch.cuda.is_initialized())
 """
 
+MOST_SECONDS = 0.3
+"""Processor time that importing a package may add to that of importing torch."""
+
 ALLOWED = {*PACKAGES, "torch", "torchgen", "filelock", "functorch"}
 
 
@@ -44,3 +47,13 @@ def test_import_needs_torch_alone(package: str) -> None:
     others = set(report["new"].split()) - ALLOWED
     assert not others, f"import {package} also imports {sorted(others)}"
     assert report["cuda"].strip() == "False", f"import {package} initialises CUDA"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_import_adds_little_to_that_of_torch(package: str) -> None:
+    program = f"import torch, time; t = time.process_time(); import {package}; print(time.process_time() - t)"
+    runs = (
+        float(subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True).stdout)
+        for _ in range(3)
+    )
+    assert any(seconds <= MOST_SECONDS for seconds in runs), f"import {package} takes more than {MOST_SECONDS} s"
