@@ -208,7 +208,7 @@ def _export(spec: Spec, key: str, folder: Path) -> list[Path]:
         raise CompileError(_failures[spec]) from error
     cache.log.info("compiled %s for %s in %.1f s", module, arch, time.perf_counter() - began)
     library = objects.link(path, target.c_linker())
-    return [path] if library is None else [path, library]
+    return [path] if library is None else [library, path]
 
 
 @functools.cache
