@@ -69,11 +69,21 @@ def sources_of(module: str) -> dict[str, Path]:
 
 
 def _file_of(name: str) -> Path | None:
+    """The source of a module, found without importing a package on the way: device modules import CUTLASS."""
+    top, *rest = name.split(".")
     try:
-        spec = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return None
-    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin)
+    if rest:
+        if path.name != "__init__.py":
+            return None
+        path = path.parent.joinpath(*rest)
+        path = path / "__init__.py" if path.is_dir() else path.with_name(f"{path.name}.py")
+    return path if path.suffix == ".py" and path.is_file() else None
 
 
 def _names_in(path: Path, name: str) -> Iterator[str]:

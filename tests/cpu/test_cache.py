@@ -306,6 +306,20 @@ def test_key_tells_dtypes_constants_and_versions_apart():
     assert len({key(), key(dtype="float16"), key(offset=-1.5), key(dsl="4.8.2")}) == 4
 
 
+def test_key_needs_no_cutlass():
+    """Sources are found without importing packages on the way, so a machine without CUTLASS finds the same key."""
+    module = "cute_kernels.hopper.grouped_gemm_kernel"
+    program = (
+        "import sys; sys.modules['cutlass'] = None; from cute_kernels import cache_key\n"
+        f"print(cache_key.source_digest({module!r}), *sorted(cache_key.sources_of({module!r})))"
+    )
+    root = str(Path(cache.__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", program], check=True, cwd=root, capture_output=True, text=True)
+    digest, *names = done.stdout.split()
+    assert digest == cache_key.source_digest(module)
+    assert "cute_kernels.hopper.epilogues.activation" in names
+
+
 def test_key_does_not_depend_on_the_path(tmp_path, monkeypatch):
     keys = []
     for place in "ab":
