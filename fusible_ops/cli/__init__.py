@@ -1,4 +1,4 @@
-"""The command `fusible-ops`: doctor, warmup, bench. `main` parses; each command has a file of its own."""
+"""The command `fusible-ops`: doctor, explain, warmup, bench. `main` parses; each command has a file of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 
-COMMANDS = ("doctor", "warmup", "bench")
+COMMANDS = ("doctor", "explain", "warmup", "bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,6 +16,12 @@ from torch import nn
 import fusible_ops
 from fusible_ops.activations import ActivationOperation
 
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+RECIPES = tuple(
+    name
+    for name, kind in vars(fusible_ops).items()
+    if isinstance(kind, type) and issubclass(kind, fusible_ops.Recipe) and kind is not fusible_ops.Recipe
+)
 HELP = """\
 MODEL is one of
   H,I,G                 a grouped MLP in BF16 without bias: hidden, intermediate, experts; G = 0: a dense one

@@ -17,11 +17,9 @@ import torch
 
 import fusible_ops
 from cute_kernels.target import KNOWN_ARCHS
-from fusible_ops.cli.models import HELP, load
-from fusible_ops.warmup import Compiled, Use, compile_pack, kernels_of
-
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-RECIPES = ("Float8BlockScaling", "Float8CurrentScaling", "DelayedScaling")
+from fusible_ops.cli.models import DTYPES, HELP, RECIPES, load
+from fusible_ops.meta_run import Use
+from fusible_ops.warmup import Compiled, compile_pack, kernels_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

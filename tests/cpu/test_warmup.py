@@ -20,7 +20,8 @@ from cute_kernels.rehearsal import rehearsal
 from cute_kernels.target import Target
 from fusible_ops.cli import main
 from fusible_ops.cli.models import load, mlp
-from fusible_ops.warmup import Use, compile_pack, kernels_of
+from fusible_ops.meta_run import Use
+from fusible_ops.warmup import compile_pack, kernels_of
 
 ARCH = "sm_90a"
 
