@@ -187,8 +187,6 @@ _OPERATORS = (
 for _schema, _make, _fake in _OPERATORS:
     _name = _schema.split("(", 1)[0]
     register(_schema, _make(_name, _reference), _make(_name, hopper), _fake)
-    if _make is plain:  # what unfused ops call where the host knows shapes alone
-        register(f"reference_{_schema}", _reference(_name), _reference(_name), _fake)
 
 _OPS = torch.ops.fusible_ops
 
@@ -279,19 +277,18 @@ def entry_points(device: torch.device, plain: bool) -> Any:
     tensors that are not plain, and while something is to see them: a compiler, a dispatch mode, functorch, a profiler.
     """
     host = _HOSTS.get(device.type) if plain else None
-    return _operators if host is None or _operators_are_seen() else host()
-
-
-_HOSTS: dict[str, Callable[[], Any]] = {"cuda": hopper_host}
-
-
-def _operators_are_seen() -> bool:
-    return (
-        torch.compiler.is_dynamo_compiling()
+    if (
+        host is None
+        or torch.compiler.is_dynamo_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch._C._autograd._profiler_enabled()
-    )
+    ):
+        return _operators
+    return host()
+
+
+_HOSTS: dict[str, Callable[[], Any]] = {"cuda": hopper_host}
 
 
 class _Operators:
@@ -307,20 +304,3 @@ class _Operators:
 
 
 _operators = _Operators()
-
-
-class _ReferenceOperators:
-    """The functions of `reference` as operators; those without an activation."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return getattr(_OPS, f"reference_{name}").default
-
-
-_reference_operators = _ReferenceOperators()
-
-
-def formulas(plain: bool) -> Any:
-    """Where unfused ops find the functions of `reference` by name: there, or, for tensors that are not plain (a
-    compiler's have no values, and host code that reads offsets cannot run on them), as operators.
-    """
-    return reference if plain else _reference_operators

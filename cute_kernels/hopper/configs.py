@@ -4,9 +4,10 @@ A Config is a value: hashable, printable, part of the key that a compiled kernel
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from cute_kernels.activation import Activation
+from cute_kernels.hashing import hashed_once
 
 SMEM_BYTES = 232_448
 """Shared memory that one CTA may use on SM90, in bytes (227 KiB)."""
@@ -19,6 +20,9 @@ SETS = 2
 
 MANY_ROWS = 2048
 """Rows beyond which rounds of tiles are too many for the last one to matter, and one more row changes nothing."""
+
+NARROW = 128
+"""Columns up to which one tile holds them all where rows are summed."""
 
 TILES = ((128, 192), (128, 128), (64, 128), (64, 64))
 """Tiles to choose from, (rows, columns), the first where all else is equal."""
@@ -68,6 +72,7 @@ class Config:
         return tuple(text for holds, text in checks if not holds)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Options:
     """Static facts of one kernel.
@@ -92,14 +97,6 @@ class Options:
     zero_tail: bool = True
     dynamic: bool = False
     zeroes_later: bool = False
-
-    def __post_init__(self) -> None:
-        facts = tuple(getattr(self, field.name) for field in fields(self))
-        object.__setattr__(self, "_hash", hash(facts))
-
-    def __hash__(self) -> int:
-        """Computed once: every launch looks its kernel up."""
-        return self._hash  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -161,11 +158,12 @@ def cost(tile: tuple[int, int], columns: int, spread: Spread) -> float:
     return (math.ceil(rounds) if spread.rows <= MANY_ROWS else rounds) * clocks(*tile)
 
 
-def choose(kind: str, columns: int, spread: Spread = Spread(), gated: bool = False) -> Choice:
+def choose(kind: str, columns: int, spread: Spread = Spread(), gated: bool = False, sums_rows: bool = False) -> Choice:
     """The configuration for one kernel.
 
     kind: "store" (product, optional bias), "act" (product and activation) or "dact" (product and its gradient).
     columns: columns of the product as the weight states them (2I for a gated "act"). gated: f has two inputs.
+    sums_rows: rows are also summed, over each tile's columns; where there are several, a launch adds them up.
 
     Nobody knows the splits here. The cost is that of all rows in one group, which leaves most SMs idle; where groups
     have 64 rows or fewer on average, tiles of 64 rows are taken if they cost no more than the widest tile, because
@@ -174,13 +172,17 @@ def choose(kind: str, columns: int, spread: Spread = Spread(), gated: bool = Fal
     if kind not in ("store", "act", "dact"):
         raise ValueError(f"kind must be 'store', 'act' or 'dact'; it is {kind!r}")
     costs = {tile: cost(tile, columns, spread) for tile in TILES}
-    low = [tile for tile in TILES if tile[0] == 64 and costs[tile] <= costs[TILES[0]]]
+    spares_sum = sums_rows and columns <= NARROW
+    tiles = [tile for tile in TILES if not spares_sum or columns <= tile[1]]
+    low = [tile for tile in tiles if tile[0] == 64 and costs[tile] <= costs[TILES[0]]]
     sparse = spread.rows <= 64 * spread.groups and bool(low)
-    best = min(low if sparse else TILES, key=costs.__getitem__)
+    best = min(low if sparse else tiles, key=costs.__getitem__)
     shown = ", ".join(f"{m} x {n}: {clocks:.0f}" for (m, n), clocks in costs.items())
     why = [f"{best[0]} x {best[1]}: fewest clocks a stage if all rows are in one group ({shown})"]
     if sparse:
         why.append("of tiles of 64 rows: groups have no more than that on average, and the others would be half empty")
+    if spares_sum:
+        why.append("of tiles that hold all columns: no launch has to add up what several tiles sum of a row")
     return Choice(deepest(*best, kind, gated), (*why, *COMMON))
 
 

@@ -376,7 +376,7 @@ def _options(
         dtype=dtype_name(dtype), K=K, N=N, I=I, H=H, glu_interleave=interleave, activation=kind_of_f,
         transposed_weight=kind == "act" and facts["contracts_rows"],
     )  # fmt: skip
-    config = choose(kind, columns, spread, gated).config
+    config = choose(kind, columns, spread, gated, facts.get("has_dprobs", False)).config
     return Options(kind, dtype_name(dtype), config, activation=activation, glu_interleave=interleave, **facts)
 
 

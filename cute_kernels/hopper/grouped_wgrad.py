@@ -19,6 +19,7 @@ from torch import Tensor
 from cute_kernels import launch
 from cute_kernels.catalog import SM90_GROUPED_WGRAD
 from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, ListFacts, Plans, TensorFacts, facts, facts_or_none, list_facts
+from cute_kernels.hashing import hashed_once
 from cute_kernels.hopper.device_table import addresses, device_table
 from cute_kernels.hopper.grouped_wgrad_configs import TILE_TOKENS, WgradConfig, choose
 from cute_kernels.hopper.operands import (
@@ -37,6 +38,7 @@ NAME, ARCH = SM90_GROUPED_WGRAD.name, SM90_GROUPED_WGRAD.arch
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class WgradOptions:
     """Static facts of one compiled kernel; dtypes by name.
@@ -56,9 +58,13 @@ class WgradOptions:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What follows from the facts of all operands. readable: dy and x may be read as they lie. grid: CTAs."""
+    """What follows from the facts of all operands.
+
+    rows: of dy and x; they may be read as they lie if readable. grid: CTAs.
+    """
 
     options: WgradOptions
+    rows: int
     strip: int
     grid: int
     readable: bool
@@ -75,7 +81,7 @@ def grouped_wgrad(
 ) -> Tensor:
     """`reference.grouped_wgrad`: [G, N, K] in x's dtype."""
     dw = x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
-    grouped_wgrad_([dw], dy, x, offsets, glu_interleave, sm_margin=sm_margin, counter=counter, plans=plans)
+    grouped_wgrad_([dw], dy, x, offsets, glu_interleave, False, sm_margin, counter, plans)
     return dw
 
 
@@ -95,7 +101,7 @@ def grouped_wgrad_(
         list_facts(out), facts(dy), facts(x), facts(offsets),
         glu_interleave, accumulate, sm_margin, facts_or_none(counter),
     ))  # fmt: skip
-    if dy.shape[0] == 0:
+    if plan.rows == 0:
         if not accumulate:
             torch._foreach_zero_(list(out))
         return
@@ -129,7 +135,7 @@ def _plan(
     )
     sms = multiprocessors(SM90_GROUPED_WGRAD, x.device, sm_margin, options.config.cluster)
     grid = options.config.grid(groups, rows, columns, sms)
-    return Plan(options, options.config.strip(), grid, is_readable(dy) and is_readable(x))
+    return Plan(options, dy.shape[0], options.config.strip(), grid, is_readable(dy) and is_readable(x))
 
 
 def lowest_and_table(out: Sequence[Tensor], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from cute_kernels import launch
 from cute_kernels.activation import Activation
 from cute_kernels.catalog import SM90_DACT, SM90_GROUP_OFFSETS, SM90_GROUPED_DBIAS, SM90_GROUPED_DSCALE
-from cute_kernels.hopper.operands import MOST_ROWS, check_offsets, check_shape, multiprocessors, readable
+from cute_kernels.hopper.operands import KEPT, MOST_ROWS, check_offsets, check_shape, multiprocessors, readable
 from cute_kernels.limits import dtype_name
 
 MODULE = "cute_kernels.hopper.rowwise_kernel"
@@ -78,23 +78,23 @@ def group_offsets_and_counters(split_sizes: Tensor, rows: int, counters: int) ->
 
 
 def _offsets(split_sizes: Tensor, rows: int, counters: Tensor | None) -> Tensor:
-    name = SM90_GROUP_OFFSETS.name
-    if split_sizes.dim() != 1 or split_sizes.dtype not in INDEX_DTYPES:
-        found = f"{dtype_name(split_sizes.dtype)} {list(split_sizes.shape)}"
-        raise ValueError(f"{name}: split_sizes is {found}, needs int32 or int64 [G]")
-    if split_sizes.shape[0] == 0:
-        SM90_GROUP_OFFSETS.require(G=0)
+    shape, device = split_sizes.shape, split_sizes.device
+    options = _offsets_options(split_sizes.dtype, shape, device, counters is not None)
     if rows >= MOST_ROWS:
-        raise ValueError(f"{name}: T is {rows}, needs less than {MOST_ROWS}")
-    multiprocessors(SM90_GROUP_OFFSETS, split_sizes.device)
-    offsets = torch.empty(split_sizes.shape[0] + 1, dtype=torch.int32, device=split_sizes.device)
-    kernel = launch.kernel(MODULE, _offsets_options(split_sizes.dtype, counters is not None), ARCH)
-    kernel(split_sizes, offsets, counters, rows, launch.current_stream(split_sizes.device))
+        raise ValueError(f"{SM90_GROUP_OFFSETS.name}: T is {rows}, needs less than {MOST_ROWS}")
+    offsets = torch.empty(shape[0] + 1, dtype=torch.int32, device=device)
+    launch.kernel(MODULE, options, ARCH)(split_sizes, offsets, counters, rows, launch.current_stream(device))
     return offsets
 
 
-@functools.cache
-def _offsets_options(index: torch.dtype, counts: bool) -> GroupOffsetsOptions:
+@functools.lru_cache(KEPT)
+def _offsets_options(index: torch.dtype, shape: torch.Size, device: torch.device, counts: bool) -> GroupOffsetsOptions:
+    if len(shape) != 1 or index not in INDEX_DTYPES:
+        found = f"{dtype_name(index)} {list(shape)}"
+        raise ValueError(f"{SM90_GROUP_OFFSETS.name}: split_sizes is {found}, needs int32 or int64 [G]")
+    if shape[0] == 0:
+        SM90_GROUP_OFFSETS.require(G=0)
+    multiprocessors(SM90_GROUP_OFFSETS, device)
     return GroupOffsetsOptions(dtype_name(index), counts)
 
 

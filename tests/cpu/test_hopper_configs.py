@@ -67,6 +67,18 @@ def test_groups_of_few_rows_take_tiles_of_64_rows_if_they_cost_no_more() -> None
     assert tile("act", 4096, 2048, 64)[0] == 128
 
 
+@pytest.mark.parametrize("rows", [64, 256, 2049])
+@pytest.mark.parametrize("columns", [64, 72, 128, 136])
+def test_where_rows_are_summed_one_tile_holds_few_columns(columns: int, rows: int) -> None:
+    spread = Spread(rows, 64)
+    plain, summing = (choose("dact", columns, spread, True, sums) for sums in (False, True))
+    if columns <= 128:
+        assert summing.config.column_tiles(columns) == 1
+    else:
+        assert summing == plain
+    assert choose("dact", 128, Spread(64, 64), True).config.column_tiles(128) == 2
+
+
 def test_row_counts_that_choose_tells_apart() -> None:
     assert [row_class(rows) for rows in (0, 1, 64, 65, 2048, 2049, 10**6)] == [0, 64, 64, 128, 2048, 2049, 2049]
 
