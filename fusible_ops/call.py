@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.activation_reference import rows_of
-from cute_kernels.facts import WITHOUT_MEMORY
 from cute_kernels.ops import are_plain, entry_points
+from cute_kernels.scheduling import ALONE, Sharing
 from fusible_ops.op import OperationContext
 from fusible_ops.parameters import Held
 from fusible_ops.quantized_tensor import QuantizedTensor
@@ -22,6 +21,17 @@ from fusible_ops.sharing import shared, shared_as
 
 if TYPE_CHECKING:
     from fusible_ops.fuser import OperationFuser
+
+
+def forward_kernels(x: Tensor, plain: bool, sharing: Sharing) -> Any:
+    """Where the ops of one call on tensors like x find kernels. plain: all tensors are (`ops.are_plain`)."""
+    kernels = entry_points(x.device, plain)
+    return kernels if sharing is ALONE else shared(kernels, sharing)
+
+
+def backward_kernels(former: Any, grad: Tensor, plain: bool) -> Any:
+    """The same for the backward of a forward that ran with `former`."""
+    return shared_as(former, entry_points(grad.device, plain))
 
 
 class Call:
@@ -47,7 +57,7 @@ class Call:
         if made is None:
             kinds = fuser.context_kinds(route, self.held, needs, recorded)
             made = route.contexts[needs, recorded] = [(kind, route.plans(i)) for i, kind in enumerate(kinds)]
-        kernels = self.kernels = shared(entry_points(x.device, route.plain), fuser.sharing)
+        kernels = self.kernels = forward_kernels(x, route.plain, fuser.sharing)
         contexts = self.contexts = []
         for (kind, plans), held, source in zip(made, self.held, fuser.split_sources, strict=True):
             ctx = kind()
@@ -100,7 +110,7 @@ class Call:
         """Gradients of (x, all parameters, all extra inputs). `saved` is emptied: the ops let go of what they used."""
         contexts, kernels = self.contexts, None
         if grad is not None:
-            kernels = shared_as(self.kernels, entry_points(grad.device, self.route.plain and are_plain((grad, *saved))))
+            kernels = backward_kernels(self.kernels, grad, self.route.plain and are_plain((grad, *saved)))
             grad = _tokens_only(grad, saved[0])
         at = 1
         for ctx, count in zip(contexts, self.counts, strict=True):
@@ -134,12 +144,12 @@ class Call:
 
 
 def _offsets(split_sizes: Tensor, x: Tensor) -> Tensor:
-    return reference.group_offsets(split_sizes, rows_of(x))
+    return reference.group_offsets(split_sizes, x.shape[:-1].numel())
 
 
 def _tokens_only(t: Tensor, offsets: Tensor | None) -> Tensor:
     """t [..., C] with the rows past the last group exactly zero; t itself if there are no groups."""
-    if offsets is None or t.dim() == 0 or (rows := rows_of(t)) == 0:
+    if offsets is None or t.dim() == 0 or (rows := t.shape[:-1].numel()) == 0:
         return t
     return reference.tokens_only(t.reshape(rows, t.shape[-1]), offsets).view(t.shape)
 
@@ -164,13 +174,29 @@ def autocast_dtype_on(device: torch.device) -> torch.dtype | None:
 
 def owned(y: Tensor, x: Tensor) -> Tensor:
     """y as a result that the caller may change in place: no view, and no memory of x (a run of identities)."""
-    if y is x or (y._is_view() and isinstance(y, WITHOUT_MEMORY)):
+    if y is x:
         return y.clone()
     if not y._is_view() or isinstance(y, QuantizedTensor):
         return y
     if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() != 0:
         return y.clone()
     return torch.ops.aten._unsafe_view(y, y.shape)
+
+
+def saved_for(ctx: Any) -> list[Tensor | None]:
+    """What an autograd node kept. RuntimeError if its own backward is to be differentiated."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "fusible_ops has no double backward: gradients cannot be taken with create_graph=True through these ops"
+        )
+    return list(ctx.saved_tensors)
+
+
+def let_go(ctx: Any) -> None:
+    """Drop what an autograd node kept, unless the graph is kept."""
+    clear = getattr(ctx, "maybe_clear_saved_tensors", None)  # torch does not document it
+    if clear is not None:
+        clear()
 
 
 class _Run(torch.autograd.Function):
@@ -185,15 +211,9 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "fusible_ops has no double backward: gradients cannot be taken with create_graph=True through these ops"
-            )
-        saved = list(ctx.saved_tensors)
+        saved = saved_for(ctx)
         ctx.call.check_backward()
-        clear = getattr(ctx, "maybe_clear_saved_tensors", None)  # unless the graph is kept; torch does not document it
-        if clear is not None:
-            clear()
+        let_go(ctx)
         with without_autocast(grad_output.device, autocast_dtype_on(grad_output.device)):
             dx, *rest = ctx.call.backward(saved, grad_output)
         return dx, None, *rest

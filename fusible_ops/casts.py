@@ -26,7 +26,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cute_kernels import launch
-from cute_kernels.facts import WITHOUT_MEMORY
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,6 @@ def cast(parameters: Sequence[Tensor], form: Hashable, records: bool, make: Call
     the parameters are read. records: gradients are recorded.
     """
     first = parameters[0]
-    if isinstance(first, WITHOUT_MEMORY):  # in a compiler's graph it belongs to each run
-        return make()
     if first.is_cuda and torch.cuda.is_current_stream_capturing():
         _kept[first] = None
         return make()
@@ -90,10 +87,12 @@ def cast(parameters: Sequence[Tensor], form: Hashable, records: bool, make: Call
     return made.tensors
 
 
-def forget(parameters: Sequence[Tensor]) -> None:
-    """Drop what is kept of them: they are used as they are."""
-    if _kept.data and _kept.get(parameters[0]) is not None:
-        del _kept[parameters[0]]
+def forget(*several: Sequence[Tensor]) -> None:
+    """Drop what is kept of these parameters: they are used as they are."""
+    if _kept.data:
+        for parameters in several:
+            if _kept.get(parameters[0]) is not None:
+                del _kept[parameters[0]]
 
 
 def _may_keep(parameters: Sequence[Tensor]) -> bool:

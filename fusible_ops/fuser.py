@@ -6,7 +6,6 @@ Forward and backward walk over steps: an unfused basic op, or a fused operation 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import itertools
 import warnings
@@ -17,14 +16,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from cute_kernels.facts import WITHOUT_MEMORY, facts
+from cute_kernels.facts import facts
 from cute_kernels.limits import dtype_name
-from cute_kernels.ops import are_plain, formulas
+from cute_kernels.ops import are_plain
 from cute_kernels.scheduling import ALONE, Sharing
 from cute_kernels.target import Target
 from fusible_ops.autocast_mode import current_recipe
 from fusible_ops.call import Call, autocast_dtype_on, owned, record, without_autocast
-from fusible_ops.op import FusedOperation, FusibleOperation, OperationContext
+from fusible_ops.op import FusedOperation, FusibleOperation, OperationContext, Shortcut
 from fusible_ops.parameters import Held
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.recipe import Float8BlockScaling, Recipe
@@ -36,17 +35,14 @@ ON_UNFUSED = ("allow", "warn", "error")
 MOST_ROUTES = 2048
 """Kinds of calls that a run remembers; every row count makes a new one."""
 MOST_RECENT = 4
-"""Those of them that a call is compared with first, without taking facts."""
+"""Those of them that a call is compared with first, without taking facts; and shortcuts."""
 AUTOMATIC = Float8BlockScaling()
 """What the recipe "auto" chooses where it pays."""
 
 
-def _refuse_export() -> None:
+def _refuse_transforms() -> NoReturn:
     if torch.compiler.is_exporting():
         raise RuntimeError("fusible_ops cannot be exported with torch.export")
-
-
-def _refuse_transforms() -> NoReturn:
     raise RuntimeError("fusible_ops does not run under torch.func transforms (grad, vmap, jvp); use autograd")
 
 
@@ -72,7 +68,7 @@ class OperationFuser:
         self.names = list(names) if names is not None else ["" for _ in ops]
         self.rules = rules
         self.on_unfused = on_unfused
-        self.sharing = sharing
+        self.sharing = ALONE if sharing == ALONE else sharing
         self.basic_ops = [part for op in self.ops for part in op.fusible_parts()]
         self.num_extra_inputs = sum(op.num_extra_inputs for op in self.basic_ops)
         self._linears = [op for op in self.basic_ops if op.weight_dtype is not None]
@@ -97,6 +93,7 @@ class OperationFuser:
         self._extra_spans = [slice(*ends_of_op) for ends_of_op in itertools.pairwise(ends)]
         self._routes: dict[Any, Route] = {}
         self._recent: list[Route] = []
+        self._shortcuts: list[Shortcut] = []
         self._context_kinds: dict[Any, list[type[OperationContext]]] = {}
         self._steps: dict[Any, list[Step]] = {}
         self._least_rows: dict[Any, int | None] = {}
@@ -195,10 +192,15 @@ class OperationFuser:
     def __call__(
         self, x: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Sequence[dict[str, Any]] | None = None
     ) -> Tensor:
-        if torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting():
             _refuse_transforms()
-        autocast_dtype = autocast_dtype_on(x.device) if isinstance(x, Tensor) else None
         active = current_recipe()
+        if self._shortcuts and not (basic_op_kwargs or active or torch._C._is_any_autocast_enabled()):
+            records = torch.is_grad_enabled()
+            for shortcut in self._shortcuts:
+                if shortcut.records is records and (y := shortcut(x, extra_inputs)) is not None:
+                    return y
+        autocast_dtype = autocast_dtype_on(x.device) if isinstance(x, Tensor) else None
         recipe = self._automatic(x, autocast_dtype) if isinstance(active, str) else active
         if recipe is None and isinstance(x, QuantizedTensor):
             x = x.dequantize()
@@ -212,11 +214,28 @@ class OperationFuser:
         else:
             route = self._route(*tensors, extras, basic_op_kwargs, autocast_dtype, recipe)
         call = Call(self, route, held, extras, basic_op_kwargs or [{} for _ in held])
+        records = torch.is_grad_enabled()
         with without_autocast(x.device, autocast_dtype):
-            if torch.is_grad_enabled():
-                return record(x, call, *parameters, *extra_inputs)
-            needs = (False, False, *[p.requires_grad for p in parameters], *[False] * len(extra_inputs))
-            return owned(call.forward(x, needs, False), x)
+            if records:
+                y = record(x, call, *parameters, *extra_inputs)
+            else:
+                needs = (False, False, *[p.requires_grad for p in parameters], *[False] * len(extra_inputs))
+                y = owned(call.forward(x, needs, False), x)
+        if records in route.unshortened:
+            route.unshortened.remove(records)
+            self._shorten(route, call.contexts, x, extra_inputs)
+        return y
+
+    def _shorten(
+        self, route: Route, ctxs: Sequence[OperationContext], x: Tensor, extra_inputs: Sequence[Tensor]
+    ) -> None:
+        """Have a shortcut for calls like this one, which has run, if there is one."""
+        step, *others = route.steps
+        if others or not isinstance(step.op, FusedOperation) or route.autocast_dtype or route.recipe:
+            return
+        made = step.op.shortcut(ctxs, x, extra_inputs, self.sharing, step.name)
+        if made is not None:
+            self._shortcuts = [made, *self._shortcuts][:MOST_RECENT]
 
     def _route(
         self,
@@ -232,13 +251,12 @@ class OperationFuser:
         """The route of calls with these facts: one that is kept, else a new one, if the call passes every check."""
         for (op, owner), own in zip(self.named, held, strict=True):
             op.check_parameters(own, owner)
-        kind, route = None, None
-        if isinstance(x, WITHOUT_MEMORY):
-            _refuse_export()
-        else:
-            with contextlib.suppress(AttributeError, RuntimeError, TypeError):  # not all are strided, of known shape
-                kind = (autocast_dtype, recipe, *map(facts, (x, *extra_inputs)), *[own.kind() for own in held])
-                route = None if basic_op_kwargs else self._routes.get(kind)
+        try:
+            kinds = [(facts(t), t.requires_grad) for t in (x, *extra_inputs)]
+            kind = (autocast_dtype, recipe, *kinds, *[own.kind() for own in held])
+            route = None if basic_op_kwargs else self._routes.get(kind)
+        except (AttributeError, RuntimeError, TypeError):  # not all are strided tensors of known shape
+            kind, route = None, None
         if route is not None:
             route.learn(x, extra_inputs, parameters, held)
             self._recent = [route, *[other for other in self._recent if other is not route]][:MOST_RECENT]
@@ -261,7 +279,7 @@ class OperationFuser:
         """The kind of each basic op's context. needs: which of x, one more argument, all parameters and all extra
         inputs require a gradient; recorded: whether they get one.
         """
-        key = (route.plain, route.autocast_dtype, route.recipe, needs, recorded, *[len(own.parameters) for own in held])
+        key = (route.autocast_dtype, route.recipe, needs, recorded, *[len(own.parameters) for own in held])
         made = self._context_kinds.get(key)
         if made is None:
             made = self._context_kinds[key] = self._make_context_kinds(route, held, needs, recorded)
@@ -284,7 +302,6 @@ class OperationFuser:
                 input_requires_grad=i > first or (i == first == 0 and needs[0]),
                 autocast_dtype=route.autocast_dtype,
                 recipe=route.recipe,
-                formulas=formulas(route.plain),
                 owner=owner,
                 wants=wanted,
                 extra_wants=extra,

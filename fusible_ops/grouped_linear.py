@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from cute_kernels import reference
 from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.limits import dtype_name
 from fusible_ops import checks
@@ -264,8 +265,13 @@ class GroupedLinear(BasicOperation):
         checks.alike(owner, held.weights, held.biases)
 
     def check_backward(self, ctx: OperationContext) -> None:
-        if self.accumulate_into_main_grad and not self.delay_wgrad_compute and ctx.wants[0]:
-            main_grads(ctx.held.weights, ctx.owner)
+        if ctx.wants[0]:
+            self.check_main_grads(ctx.held.weights, ctx.owner)
+
+    def check_main_grads(self, weights: Sequence[Parameter], owner: str) -> None:
+        """Raise for weights without the buffer that their gradients are to be added to."""
+        if self.accumulate_into_main_grad and not self.delay_wgrad_compute:
+            main_grads(weights, owner)
 
     def fuser_forward(
         self,
@@ -279,10 +285,10 @@ class GroupedLinear(BasicOperation):
         self.check_input(input_, ctx.owner)
         dtype = ctx.compute_dtype(self.weight_dtype)
         x = input_.reshape(-1, self.in_features).to(dtype)
-        offsets = ctx.formulas.group_offsets(extras[0], x.shape[0])
+        offsets = reference.group_offsets(extras[0], x.shape[0])
         weights, bias = ctx.held.operands(dtype, ctx.requires_grad), ctx.held.bias(dtype, ctx.requires_grad)
         scales = extras[1].reshape(-1) if self.scale_bias else None
-        y = ctx.formulas.grouped_gemm(x, weights, offsets, bias, scales)
+        y = reference.grouped_gemm(x, weights, offsets, bias, scales)
         if ctx.requires_grad:
             ctx.input_shape, ctx.dtype = input_.shape, dtype
             ctx.scales_shape = extras[1].shape if scales is not None and extras[1].requires_grad else None
@@ -303,11 +309,11 @@ class GroupedLinear(BasicOperation):
         dy = grad_output.reshape(-1, self.out_features).to(ctx.dtype).contiguous()
         dx = None
         if ctx.input_requires_grad:
-            dx = ctx.formulas.grouped_gemm_dgrad(dy, weights, offsets).view(ctx.input_shape)
+            dx = reference.grouped_gemm_dgrad(dy, weights, offsets).view(ctx.input_shape)
         dscales = None
         if ctx.scales_shape is not None:
-            dscales = ctx.formulas.grouped_dscale(dy, bias, offsets).view(ctx.scales_shape)
-        grads = self.parameter_grads(ctx, ctx.formulas, dy, x, offsets, scales)
+            dscales = reference.grouped_dscale(dy, bias, offsets).view(ctx.scales_shape)
+        grads = self.parameter_grads(ctx, reference, dy, x, offsets, scales)
         return dx, [grads], [[None, dscales] if self.scale_bias else [None]]
 
     def parameter_grads(
@@ -330,7 +336,7 @@ class GroupedLinear(BasicOperation):
         if x is None:
             return [None] * (len(self._weight_keys) + len(self._bias_keys))
         pair = (x, dy) if self.transposed_weight else (dy, x)
-        weight_grads = self._weight_grads(ctx.held.weights, WeightGrad(kernels, *pair, offsets, glu_interleave, plans))
+        weight_grads = self.weight_grads(ctx.held.weights, WeightGrad(kernels, *pair, offsets, glu_interleave, plans))
         if not self.has_bias:
             return weight_grads
         db = kernels.grouped_dbias(dy, offsets, scales, glu_interleave) if db is None else db
@@ -339,7 +345,8 @@ class GroupedLinear(BasicOperation):
         first, second = (bias_grads, weight_grads) if self._biases_first else (weight_grads, bias_grads)
         return [*first, *second]
 
-    def _weight_grads(self, weights: Sequence[Parameter], grad: WeightGrad) -> Sequence[Tensor | None]:
+    def weight_grads(self, weights: Sequence[Parameter], grad: WeightGrad) -> Sequence[Tensor | None]:
+        """Those of the weights; None for each whose gradient went elsewhere or waits."""
         if self.delay_wgrad_compute:
             self._delayed.append(grad)
             return [None] * len(weights)

@@ -8,15 +8,15 @@ basic ops at once through the same `fuser_*` pair. Autograd never records inside
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from cute_kernels import reference
 from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.quantization.formats import Format
 from cute_kernels.quantization.random_bits import random_state
+from cute_kernels.scheduling import Sharing
 from fusible_ops import autocast_mode
 from fusible_ops.delayed_scaling import DelayedScales, loaded_scales, saved_scales
 from fusible_ops.parameters import NOTHING_HELD, Held, Unchanged, parameters_of
@@ -37,9 +37,8 @@ class OperationContext:
     rows past their sum are no tokens. held: the op's parameters as forward finds them. wants: which of them required a
     gradient at forward, in their order; extra_wants: which extra inputs did. unchanged: parameters that backward reads;
     it raises before anything runs if one was changed in place. kernels: where to call kernels, in forward and backward
-    (`cute_kernels.ops.entry_points`). formulas: where `reference`'s functions are called (`cute_kernels.ops.formulas`).
-    plans: for those calls of this op that are alike whenever this context's attributes and the facts of all inputs and
-    parameters of the run are.
+    (`cute_kernels.ops.entry_points`). plans: for those calls of this op that are alike whenever this context's
+    attributes and the facts of all inputs and parameters of the run are.
     Any further attribute may be attached; tensors go through `save_for_backward` and are in `saved_tensors` during
     backward.
     """
@@ -54,7 +53,6 @@ class OperationContext:
     wants: tuple[bool, ...] = ()
     extra_wants: tuple[bool, ...] = ()
     unchanged: Unchanged | None = None
-    formulas: Any = reference
     kernels: Any = None
     plans: Plans = NO_PLANS
     to_save: tuple[Tensor | None, ...] = ()
@@ -305,6 +303,18 @@ class BasicOperation(FusibleOperation):
                     self._scales[mode] = loaded
 
 
+class Shortcut(Protocol):
+    """How a fused operation that is a whole run does calls that are alike, with nothing left to decide.
+
+    records: whether for calls that record gradients.
+    """
+
+    records: bool
+
+    def __call__(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> Tensor | None:
+        """What the run gives; None, and nothing has run, if this call is not alike."""
+
+
 class FusedOperation(FusibleOperation):
     """Several basic ops run as one. It owns no parameters and no state of a call: plans keep and reuse it."""
 
@@ -324,6 +334,19 @@ class FusedOperation(FusibleOperation):
 
     def fusible_parts(self) -> list[BasicOperation]:
         return list(self.basic_ops)  # type: ignore[arg-type]
+
+    def shortcut(
+        self,
+        ctxs: Sequence[OperationContext],
+        x: Tensor,
+        extra_inputs: Sequence[Tensor],
+        sharing: Sharing,
+        title: str,
+    ) -> Shortcut | None:
+        """For calls like this one, of which forward has run: the same route, the same gradients wanted. None if this
+        operation has none for them. title: of ranges that profilers show.
+        """
+        return None
 
     def fuser_forward(
         self,

@@ -30,7 +30,7 @@ class Step:
 
 
 class Route:
-    """What calls with the same facts of all tensors have in common.
+    """What calls with the same facts of all tensors, which require gradients alike, have in common.
 
     steps: what runs. autocast_dtype, recipe: those that are active. plain: all tensors are (`ops.are_plain`).
     keeps_plans: those facts say all about operands, so plans may be kept.
@@ -50,6 +50,8 @@ class Route:
         """For each pattern of wanted gradients (see `OperationFuser.context_kinds`): of each basic op the kind of its
         context, and its plans.
         """
+        self.unshortened: set[bool] = set()
+        """Whether gradients are recorded, for calls for which no shortcut was asked since the last one was learnt."""
         self._alike: list[Callable[..., bool]] = []  # for x and the parameters, then for each extra input
         self._addresses: list[int] = []
         self._packed: list[tuple[bool, bool]] = []
@@ -66,6 +68,7 @@ class Route:
             made = [likeness(x, *parameters), *map(likeness, extra_inputs)]
             self._alike = [alike for alike in made if alike is not None]
         self._addresses = list(map(Tensor.data_ptr, parameters))
+        self.unshortened = {True, False}
         self._packed = [(own.weights_packed, own.biases_packed) for own in held]
 
     def fits(

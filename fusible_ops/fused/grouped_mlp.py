@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from cute_kernels.facts import NO_PLANS
+from cute_kernels.facts import NO_PLANS, Plans
+from cute_kernels.scheduling import Sharing
+from fusible_ops.fused.mlp_shortcut import MLPShortcut, mlp_shortcut
 from fusible_ops.fused.parts import (
     activation_at,
     as_rows,
@@ -55,7 +57,7 @@ class GroupedMLP(FusedOperation):
         basic_op_extra_inputs: Sequence[Sequence[Tensor]],
         **_: Any,
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
-        fc1, act_op, fc2 = self.fc1, self.act.op, self.fc2
+        fc1, fc2 = self.fc1, self.fc2
         ctx, ctx2, extras = basic_op_ctxs[0], basic_op_ctxs[fc2.at], basic_op_extra_inputs
         kernels, dtype = ctx.kernels, checked_dtype(fc1.op, ctx, input_)
         needs_grad = basic_op_ctxs[-1].requires_grad
@@ -70,25 +72,11 @@ class GroupedMLP(FusedOperation):
         rows, factors = row_factor(probs, dtype), row_factor(scales, dtype)
         if fc1.covers_all_rows or not same_offsets:
             rows = probs_of_tokens(rows, basic_op_ctxs[self.act.at])
-        y = x.new_empty(x.shape[0], fc2.out_features) if same_offsets else None
-        act, preact = kernels.grouped_gemm_act(
-            x,
-            weights1,
-            offsets1,
-            act_op.activation,
-            fc1.bias(basic_op_ctxs, dtype, needs_grad),
-            rows,
-            act_op.glu_interleave,
-            save_preact=needs_grad and not fc2_alone,
-            zero_tail=not same_offsets,
-            zero_tail_of=y,
-            plans=plans1,
+        bias1, bias2 = fc1.bias(basic_op_ctxs, dtype, needs_grad), fc2.bias(basic_op_ctxs, dtype, needs_grad)
+        keeps = needs_grad and not fc2_alone
+        y, act, preact = self.products(
+            kernels, x, weights1, offsets1, bias1, rows, keeps, plans1, weights2, offsets2, bias2, factors, plans2
         )
-        bias2 = fc2.bias(basic_op_ctxs, dtype, needs_grad)
-        if y is None:
-            y = kernels.grouped_gemm(act, weights2, offsets2, bias2, factors, plans=plans2)
-        else:
-            kernels.grouped_gemm_(y, act, weights2, offsets2, bias2, factors, plans=plans2)
         if needs_grad:
             kept1, kept2 = weights1 if ctx.input_requires_grad else [], [] if fc2_alone else weights2
             ctx.unchanged = Unchanged(ctx.held.weights) if kept1 else None
@@ -102,7 +90,7 @@ class GroupedMLP(FusedOperation):
                 act if fc2_alone and ctx2.wants[0] else None,
                 preact,
                 offsets1,
-                offsets2,
+                None if same_offsets else offsets2,
                 rows,
                 factors,
                 bias2 if fc2.wants_dscales(basic_op_ctxs) else None,
@@ -111,6 +99,44 @@ class GroupedMLP(FusedOperation):
             )
         return like_rows_of(y, input_), [()] * len(basic_op_ctxs)
 
+    def products(
+        self,
+        kernels: Any,
+        x: Tensor,
+        weights1: Sequence[Tensor],
+        offsets1: Tensor,
+        bias1: Tensor | None,
+        rows: Tensor | None,
+        keeps: bool,
+        plans1: Plans,
+        weights2: Sequence[Tensor],
+        offsets2: Tensor,
+        bias2: Tensor | None,
+        factors: Tensor | None,
+        plans2: Plans,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(y, activation, pre-activation if it `keeps` it) of rows x. Equal offsets are one tensor."""
+        activation, block, same = self.act.op.activation, self.act.op.glu_interleave, offsets1 is offsets2
+        y = x.new_empty(x.shape[0], self.fc2.out_features) if same else None
+        act, preact = kernels.grouped_gemm_act(
+            x, weights1, offsets1, activation, bias1, rows, block, keeps, not same, y, plans=plans1
+        )
+        if y is None:
+            y = kernels.grouped_gemm(act, weights2, offsets2, bias2, factors, plans=plans2)
+        else:
+            kernels.grouped_gemm_(y, act, weights2, offsets2, bias2, factors, plans=plans2)
+        return y, act, preact
+
+    def shortcut(
+        self,
+        ctxs: Sequence[OperationContext],
+        x: Tensor,
+        extra_inputs: Sequence[Tensor],
+        sharing: Sharing,
+        title: str,
+    ) -> MLPShortcut | None:
+        return mlp_shortcut(self, ctxs, x, extra_inputs, sharing, title)
+
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
     ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
@@ -118,6 +144,7 @@ class GroupedMLP(FusedOperation):
         ctx, ctx2 = basic_op_ctxs[0], basic_op_ctxs[fc2.at]
         x, act, preact, offsets1, offsets2, rows, scales, bias2, *weights = ctx.take_saved()
         weights1, weights2 = weights[: ctx.num_weights1], weights[ctx.num_weights1 :]
+        offsets2 = offsets1 if ctx.same_offsets else offsets2
         grads, extra_grads = no_grads(basic_op_ctxs)
         kernels, dy = ctx.kernels, incoming(grad_output, ctx.dtype)
         plans1, plans2 = (ctx.plans, ctx2.plans) if ctx.same_offsets else (NO_PLANS, NO_PLANS)

@@ -4,8 +4,10 @@
 
 Host time: one eager layer call at H = I = 128, T = 64, with autograd; microseconds, medians, twice: with the device
 idle before each call, and of 20 calls in a row. The floor is an autograd function with the same inputs that returns
-empty gradients. The split by cause times apart what a call is made of: the floor, the allocation of its results, and
-its launches again with the arguments it gave; what is left is the Python of this library.
+empty gradients; rounds of the layer and of the floor take turns. The split by cause times apart what a call is made of:
+the floor without what it allocates, the allocation of the layer's results, and its launches again with the arguments it
+gave; what is left is the Python of this library. It is also made with backward on the caller's thread: otherwise the
+engine's thread and the caller's wake each other, which on a virtual machine takes longer than all else.
 Launches: kernels, copies and memsets that the profiler counts for one forward and one backward.
 """
 
@@ -50,32 +52,40 @@ class Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        grads = [torch.empty(shape, **BF16) for shape in ctx.shapes]
+        grads, dprobs = empty_gradients(dy, ctx.shapes)
         grads = grads if ctx.stacked else [g for grad in grads for g in grad.unbind(0)]
-        return dy, None, None, *grads, None, dy[:, 0].float(), None
+        return dy, None, None, *grads, None, dprobs, None
 
 
-def host_microseconds(forward: Callable[[], Tensor], leaves: list[Tensor], in_a_row: int) -> tuple[float, float]:
-    """(forward, backward) host time of a call in microseconds: medians over rounds that begin with an idle device.
+def empty_gradients(dy: Tensor, shapes: list[tuple[int, ...]]) -> tuple[list[Tensor], Tensor]:
+    """(of the weights, of probs)."""
+    return [torch.empty(shape, **BF16) for shape in shapes], dy.new_empty(dy.shape[:1], dtype=torch.float32)
+
+
+def host_microseconds(
+    calls: list[Callable[[], Tensor]], leaves: list[Tensor], in_a_row: int
+) -> list[tuple[float, float]]:
+    """(forward, backward) host time of each call in microseconds: medians over rounds that begin with an idle device.
 
     in_a_row: calls in a round. All forwards of a round come before its backwards; gradients are dropped before it.
     """
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(200 // in_a_row + 10):
-        for leaf in leaves:
-            leaf.grad = None
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        results = [forward() for _ in range(in_a_row)]
-        middle = time.perf_counter()
-        grad = torch.empty_like(results[0])
-        torch.cuda.synchronize()
-        again = time.perf_counter()
-        for y in results:
-            y.backward(grad)
-        times[0].append((middle - start) / in_a_row)
-        times[1].append((time.perf_counter() - again) / in_a_row)
-    return statistics.median(times[0]) * 1e6, statistics.median(times[1]) * 1e6
+    times: list[tuple[list[float], list[float]]] = [([], []) for _ in calls]
+    for _ in range(300 // in_a_row + 25):
+        for forward, (forwards, backwards) in zip(calls, times, strict=True):
+            for leaf in leaves:
+                leaf.grad = None
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            results = [forward() for _ in range(in_a_row)]
+            middle = time.perf_counter()
+            grad = torch.empty_like(results[0])
+            torch.cuda.synchronize()
+            again = time.perf_counter()
+            for y in results:
+                y.backward(grad)
+            forwards.append((middle - start) / in_a_row)
+            backwards.append((time.perf_counter() - again) / in_a_row)
+    return [(statistics.median(f) * 1e6, statistics.median(b) * 1e6) for f, b in times]
 
 
 def repeated(call: Callable[[], object]) -> float:
@@ -128,36 +138,35 @@ def layer(groups: int, stacked: bool) -> tuple[Callable[[], Tensor], Callable[[]
     return forward, floor, [x, probs, *parameters]
 
 
+def measure(groups: int, stacked: bool, how: str = "") -> None:
+    """Measure the layer and its floor, and print both."""
+    forward, floor, leaves = layer(groups, stacked)
+    idle, row = (host_microseconds([forward, floor], leaves, count) for count in (1, IN_A_ROW))
+    for i, name in enumerate(("layer", "floor")):
+        print(
+            f"G={groups:3d} {'stacked' if stacked else 'discrete'} {name}{how}  forward / backward, idle device: "
+            f"{idle[i][0]:5.0f} / {idle[i][1]:5.0f} us, 20 in a row: {row[i][0]:5.0f} / {row[i][1]:5.0f} us",
+            flush=True,
+        )
+
+
 def bench_host_time() -> None:
     for groups in (8, 64, 256):
         for stacked in (True, False):
-            forward, floor, leaves = layer(groups, stacked)
-            kind = "stacked" if stacked else "discrete"
-            for name, call in ((f"{kind} weights", forward), (f"{kind} floor", floor)):
-                idle, row = host_microseconds(call, leaves, 1), host_microseconds(call, leaves, IN_A_ROW)
-                print(
-                    f"G={groups:3d} {name:16s}  idle device: forward {idle[0]:5.0f}, backward {idle[1]:5.0f} us   "
-                    f"20 in a row: {row[0]:5.0f}, {row[1]:5.0f} us",
-                    flush=True,
-                )
+            measure(groups, stacked)
 
 
 def bench_one_thread() -> None:
-    """The same with backward on the caller's thread: what changing threads between forward and backward costs."""
+    """The same with backward on the caller's thread."""
     with torch.autograd.set_multithreading_enabled(False):
-        forward, floor, leaves = layer(64, stacked=True)
-        for name, call in (("weights", forward), ("floor", floor)):
-            idle, row = host_microseconds(call, leaves, 1), host_microseconds(call, leaves, IN_A_ROW)
-            print(
-                f"G= 64 stacked {name}, one thread  idle device: forward {idle[0]:5.0f}, backward {idle[1]:5.0f} us   "
-                f"20 in a row: {row[0]:5.0f}, {row[1]:5.0f} us"
-            )
+        measure(64, True, ", one thread")
+        bench_causes()
 
 
 def bench_causes() -> None:
     """One call with 64 stacked weights, 20 in a row, split by cause."""
     forward, floor, leaves = layer(64, stacked=True)
-    x, rows = leaves[0], ROWS
+    x, rows, weights = leaves[0], ROWS, [w.shape for w in leaves[2:]]
 
     def results_of_forward() -> list[Tensor]:
         offsets = torch.empty(65, dtype=torch.int32, device="cuda")
@@ -166,21 +175,25 @@ def bench_causes() -> None:
     def results_of_backward() -> list[Tensor]:
         partial = x.new_empty(rows, 1, dtype=torch.float32)
         row_shaped = [x.new_empty(rows, n) for n in (2 * INTERMEDIATE, INTERMEDIATE, HIDDEN)]
-        return [partial, *row_shaped, *[torch.empty_like(w) for w in leaves[2:]]]
+        return [partial, *row_shaped, *[torch.empty(shape, **BF16) for shape in weights]]
 
+    for _ in range(4):
+        y = forward()
+        y.backward(torch.empty_like(y))
     y = forward()
     grad = torch.empty_like(y)
     calls = {"forward": captured_launches(forward), "backward": captured_launches(lambda: y.backward(grad))}
-    whole, floors = (host_microseconds(call, leaves, IN_A_ROW) for call in (forward, floor))
+    whole, floors = host_microseconds([forward, floor], leaves, IN_A_ROW)
+    of_floor = repeated(lambda: torch.empty_like(x)), repeated(lambda: empty_gradients(grad, weights))
     for i, (name, results) in enumerate((("forward", results_of_forward), ("backward", results_of_backward))):
         launches, made = sum(repeated(call) for call in calls[name]), repeated(results)
-        ours = whole[i] - floors[i] - launches - made
+        autograd = floors[i] - of_floor[i]
+        ours = whole[i] - autograd - launches - made
         print(
-            f"{name}: {whole[i]:.0f} us = autograd {floors[i]:.0f} + {len(calls[name])} launches {launches:.0f} + "
+            f"{name}: {whole[i]:.0f} us = autograd {autograd:.0f} + {len(calls[name])} launches {launches:.0f} + "
             f"results {made:.0f} + Python of this library {ours:.0f}"
         )
-    for call in calls["forward"] + calls["backward"]:
-        print(f"    a launch: {repeated(call):.1f} us")
+    print("    a launch, us:", ", ".join(f"{repeated(call):.1f}" for call in calls["forward"] + calls["backward"]))
 
 
 def bench_launches() -> None:

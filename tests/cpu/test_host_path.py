@@ -6,6 +6,7 @@ from call to call never changes a launch.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from cute_kernels import ops as kernels
 from cute_kernels.facts import facts
 from cute_kernels.hopper import grouped_gemm
 from fusible_ops import route
+from fusible_ops.fused import mlp_shortcut
 from tests.models import as_if_on
 
 BF16 = {"device": "cpu", "dtype": torch.bfloat16}
@@ -66,18 +68,21 @@ def inputs(rows: int = ROWS) -> list[Tensor]:
 
 
 def python_calls(run: Callable[[], object]) -> int:
-    """Python functions that `run` calls."""
+    """Python functions that `run` calls, without what the garbage collector may call meanwhile."""
     count = 0
 
     def profile(frame: object, event: str, argument: object) -> None:
         nonlocal count
         count += event == "call"
 
+    gc.collect()
+    gc.disable()
     sys.setprofile(profile)
     try:
         run()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
@@ -86,6 +91,7 @@ def test_a_repeated_call_runs_little_python(
     launched: list, monkeypatch: pytest.MonkeyPatch, stacked: bool, bias: bool
 ) -> None:
     """Before routes and plans were kept, forward made 224 calls, with 64 discrete weights 478; backward 185 and 311.
+    Without biases there is a shortcut. 19 calls of backward are PyTorch's own.
 
     Comprehensions are calls before Python 3.12: the bounds hold with them.
     """
@@ -96,8 +102,8 @@ def test_a_repeated_call_runs_little_python(
         model(*arguments).backward(grad)
     forward = python_calls(lambda: results.append(model(*arguments)))
     backward = python_calls(lambda: results[0].backward(grad))
-    bound = 120 if bias else 105
-    assert forward <= bound and backward <= bound, (forward, backward)
+    bounds = (110, 115) if bias else (52, 70)
+    assert forward <= bounds[0] and backward <= bounds[1], (forward, backward)
 
 
 def _narrow(t: Tensor, start: int) -> Tensor:
@@ -162,7 +168,8 @@ def test_what_is_kept_changes_no_launch(launched: list, stacked: bool, variant: 
 
 
 def test_calls_are_known_again_without_the_compilers_guards(launched: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "likeness", lambda *tensors: None)
+    for module in (route, mlp_shortcut):
+        monkeypatch.setattr(module, "likeness", lambda *tensors: None)
     model, arguments = layer(), inputs()
     recorded = []
     for _ in range(4):
@@ -202,7 +209,9 @@ class Subclass(Tensor):
 
 def test_operators_are_called_where_something_sees_them(launched: list) -> None:
     model, arguments = layer(), inputs()
-    model(*arguments)
+    for _ in range(3):
+        launched.clear()
+        model(*arguments)
     assert len(launched) == 3
     with Watch() as watch:
         model(*arguments).sum().backward()
