@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cute_kernels.activation import QUICK, Activation
+
+
+def rows_of(t: Tensor) -> int:
+    """The rows of t [..., C]. A symbol stays one, where a compiler knows no number; `Size.numel` makes it one."""
+    return math.prod(t.shape[:-1])
+
 
 AT_ONCE = 1 << 22
 """Elements of a pre-activation that are held in FP32 at a time: what the unfused path needs beside its results."""
@@ -108,7 +116,9 @@ def _row_factor(probs: Tensor | None, preact: Tensor) -> Tensor | float:
 
 def _parts(preact: Tensor) -> list[slice]:
     """Slices of the rows, of at most AT_ONCE elements if a row has no more."""
-    rows, step = preact.shape[:-1].numel(), max(1, AT_ONCE // max(1, preact.shape[-1]))
+    rows, step = rows_of(preact), max(1, AT_ONCE // max(1, preact.shape[-1]))
+    if torch.compiler.is_compiling():  # which chooses what to hold by itself
+        return [slice(0, rows)]
     return [slice(first, first + step) for first in range(0, rows, step)]
 
 

@@ -7,8 +7,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 VECTOR_BYTES = 16
+WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
+"""Classes of tensors that have no address: a compiler's, and those of FakeTensorMode."""
 
 T = TypeVar("T")
 

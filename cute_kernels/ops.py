@@ -187,6 +187,8 @@ _OPERATORS = (
 for _schema, _make, _fake in _OPERATORS:
     _name = _schema.split("(", 1)[0]
     register(_schema, _make(_name, _reference), _make(_name, hopper), _fake)
+    if _make is plain:  # what unfused ops call where the host knows shapes alone
+        register(f"reference_{_schema}", _reference(_name), _reference(_name), _fake)
 
 _OPS = torch.ops.fusible_ops
 
@@ -304,3 +306,20 @@ class _Operators:
 
 
 _operators = _Operators()
+
+
+class _ReferenceOperators:
+    """The functions of `reference` as operators; those without an activation."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return getattr(_OPS, f"reference_{name}").default
+
+
+_reference_operators = _ReferenceOperators()
+
+
+def formulas(plain: bool) -> Any:
+    """Where unfused ops find the functions of `reference` by name: there, or, for tensors that are not plain (a
+    compiler's have no values, and host code that reads offsets cannot run on them), as operators.
+    """
+    return reference if plain else _reference_operators

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
+from cute_kernels.activation_reference import rows_of
+from cute_kernels.facts import WITHOUT_MEMORY
 from cute_kernels.ops import are_plain, entry_points
 from cute_kernels.scheduling import ALONE, Sharing
 from fusible_ops.op import OperationContext
@@ -144,12 +146,12 @@ class Call:
 
 
 def _offsets(split_sizes: Tensor, x: Tensor) -> Tensor:
-    return reference.group_offsets(split_sizes, x.shape[:-1].numel())
+    return reference.group_offsets(split_sizes, rows_of(x))
 
 
 def _tokens_only(t: Tensor, offsets: Tensor | None) -> Tensor:
     """t [..., C] with the rows past the last group exactly zero; t itself if there are no groups."""
-    if offsets is None or t.dim() == 0 or (rows := t.shape[:-1].numel()) == 0:
+    if offsets is None or t.dim() == 0 or (rows := rows_of(t)) == 0:
         return t
     return reference.tokens_only(t.reshape(rows, t.shape[-1]), offsets).view(t.shape)
 
@@ -174,7 +176,7 @@ def autocast_dtype_on(device: torch.device) -> torch.dtype | None:
 
 def owned(y: Tensor, x: Tensor) -> Tensor:
     """y as a result that the caller may change in place: no view, and no memory of x (a run of identities)."""
-    if y is x:
+    if y is x or (y._is_view() and isinstance(y, WITHOUT_MEMORY)):
         return y.clone()
     if not y._is_view() or isinstance(y, QuantizedTensor):
         return y

@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cute_kernels import launch
+from cute_kernels.facts import WITHOUT_MEMORY
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ def cast(parameters: Sequence[Tensor], form: Hashable, records: bool, make: Call
     the parameters are read. records: gradients are recorded.
     """
     first = parameters[0]
+    if isinstance(first, WITHOUT_MEMORY):  # in a compiler's graph it belongs to each run
+        return make()
     if first.is_cuda and torch.cuda.is_current_stream_capturing():
         _kept[first] = None
         return make()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cute_kernels.activation_reference import rows_of
 from cute_kernels.quantization.formats import Format
 from cute_kernels.quantization.quantize import SOURCES
 
@@ -85,7 +86,7 @@ def row_scales(owner: str, what: str, scales: Tensor, x: Tensor) -> None:
         raise TypeError(
             f"{owner}: {what} must be a float tensor, got {getattr(scales, 'dtype', type(scales).__name__)}"
         )
-    rows = x.shape[:-1].numel()
+    rows = rows_of(x)
     if scales.numel() != rows:
         raise ValueError(
             f"{owner}: {what} must hold one value for each of {rows} rows, got shape {tuple(scales.shape)}"

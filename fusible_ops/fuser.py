@@ -6,6 +6,7 @@ Forward and backward walk over steps: an unfused basic op, or a fused operation 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import warnings
@@ -16,9 +17,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from cute_kernels.facts import facts
+from cute_kernels.facts import WITHOUT_MEMORY, facts
 from cute_kernels.limits import dtype_name
-from cute_kernels.ops import are_plain
+from cute_kernels.ops import are_plain, formulas
 from cute_kernels.scheduling import ALONE, Sharing
 from cute_kernels.target import Target
 from fusible_ops.autocast_mode import current_recipe
@@ -40,9 +41,12 @@ AUTOMATIC = Float8BlockScaling()
 """What the recipe "auto" chooses where it pays."""
 
 
-def _refuse_transforms() -> NoReturn:
+def _refuse_export() -> None:
     if torch.compiler.is_exporting():
         raise RuntimeError("fusible_ops cannot be exported with torch.export")
+
+
+def _refuse_transforms() -> NoReturn:
     raise RuntimeError("fusible_ops does not run under torch.func transforms (grad, vmap, jvp); use autograd")
 
 
@@ -192,7 +196,7 @@ class OperationFuser:
     def __call__(
         self, x: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Sequence[dict[str, Any]] | None = None
     ) -> Tensor:
-        if torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting():
+        if torch._C._are_functorch_transforms_active():
             _refuse_transforms()
         active = current_recipe()
         if self._shortcuts and not (basic_op_kwargs or active or torch._C._is_any_autocast_enabled()):
@@ -251,12 +255,14 @@ class OperationFuser:
         """The route of calls with these facts: one that is kept, else a new one, if the call passes every check."""
         for (op, owner), own in zip(self.named, held, strict=True):
             op.check_parameters(own, owner)
-        try:
-            kinds = [(facts(t), t.requires_grad) for t in (x, *extra_inputs)]
-            kind = (autocast_dtype, recipe, *kinds, *[own.kind() for own in held])
-            route = None if basic_op_kwargs else self._routes.get(kind)
-        except (AttributeError, RuntimeError, TypeError):  # not all are strided tensors of known shape
-            kind, route = None, None
+        kind, route = None, None
+        if isinstance(x, WITHOUT_MEMORY):
+            _refuse_export()
+        else:
+            with contextlib.suppress(AttributeError, RuntimeError, TypeError):  # not all are strided, of known shape
+                kinds = [(facts(t), t.requires_grad) for t in (x, *extra_inputs)]
+                kind = (autocast_dtype, recipe, *kinds, *[own.kind() for own in held])
+                route = None if basic_op_kwargs else self._routes.get(kind)
         if route is not None:
             route.learn(x, extra_inputs, parameters, held)
             self._recent = [route, *[other for other in self._recent if other is not route]][:MOST_RECENT]
@@ -279,7 +285,7 @@ class OperationFuser:
         """The kind of each basic op's context. needs: which of x, one more argument, all parameters and all extra
         inputs require a gradient; recorded: whether they get one.
         """
-        key = (route.autocast_dtype, route.recipe, needs, recorded, *[len(own.parameters) for own in held])
+        key = (route.plain, route.autocast_dtype, route.recipe, needs, recorded, *[len(own.parameters) for own in held])
         made = self._context_kinds.get(key)
         if made is None:
             made = self._context_kinds[key] = self._make_context_kinds(route, held, needs, recorded)
@@ -302,6 +308,7 @@ class OperationFuser:
                 input_requires_grad=i > first or (i == first == 0 and needs[0]),
                 autocast_dtype=route.autocast_dtype,
                 recipe=route.recipe,
+                formulas=formulas(route.plain),
                 owner=owner,
                 wants=wanted,
                 extra_wants=extra,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from cute_kernels import reference
 from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.limits import dtype_name
 from fusible_ops import checks
@@ -285,10 +284,10 @@ class GroupedLinear(BasicOperation):
         self.check_input(input_, ctx.owner)
         dtype = ctx.compute_dtype(self.weight_dtype)
         x = input_.reshape(-1, self.in_features).to(dtype)
-        offsets = reference.group_offsets(extras[0], x.shape[0])
+        offsets = ctx.formulas.group_offsets(extras[0], x.shape[0])
         weights, bias = ctx.held.operands(dtype, ctx.requires_grad), ctx.held.bias(dtype, ctx.requires_grad)
         scales = extras[1].reshape(-1) if self.scale_bias else None
-        y = reference.grouped_gemm(x, weights, offsets, bias, scales)
+        y = ctx.formulas.grouped_gemm(x, weights, offsets, bias, scales)
         if ctx.requires_grad:
             ctx.input_shape, ctx.dtype = input_.shape, dtype
             ctx.scales_shape = extras[1].shape if scales is not None and extras[1].requires_grad else None
@@ -309,11 +308,11 @@ class GroupedLinear(BasicOperation):
         dy = grad_output.reshape(-1, self.out_features).to(ctx.dtype).contiguous()
         dx = None
         if ctx.input_requires_grad:
-            dx = reference.grouped_gemm_dgrad(dy, weights, offsets).view(ctx.input_shape)
+            dx = ctx.formulas.grouped_gemm_dgrad(dy, weights, offsets).view(ctx.input_shape)
         dscales = None
         if ctx.scales_shape is not None:
-            dscales = reference.grouped_dscale(dy, bias, offsets).view(ctx.scales_shape)
-        grads = self.parameter_grads(ctx, reference, dy, x, offsets, scales)
+            dscales = ctx.formulas.grouped_dscale(dy, bias, offsets).view(ctx.scales_shape)
+        grads = self.parameter_grads(ctx, ctx.formulas, dy, x, offsets, scales)
         return dx, [grads], [[None, dscales] if self.scale_bias else [None]]
 
     def parameter_grads(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from cute_kernels import reference
 from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.quantization.formats import Format
 from cute_kernels.quantization.random_bits import random_state
@@ -37,8 +38,9 @@ class OperationContext:
     rows past their sum are no tokens. held: the op's parameters as forward finds them. wants: which of them required a
     gradient at forward, in their order; extra_wants: which extra inputs did. unchanged: parameters that backward reads;
     it raises before anything runs if one was changed in place. kernels: where to call kernels, in forward and backward
-    (`cute_kernels.ops.entry_points`). plans: for those calls of this op that are alike whenever this context's
-    attributes and the facts of all inputs and parameters of the run are.
+    (`cute_kernels.ops.entry_points`). formulas: where `reference`'s functions are called (`cute_kernels.ops.formulas`).
+    plans: for those calls of this op that are alike whenever this context's attributes and the facts of all inputs and
+    parameters of the run are.
     Any further attribute may be attached; tensors go through `save_for_backward` and are in `saved_tensors` during
     backward.
     """
@@ -53,6 +55,7 @@ class OperationContext:
     wants: tuple[bool, ...] = ()
     extra_wants: tuple[bool, ...] = ()
     unchanged: Unchanged | None = None
+    formulas: Any = reference
     kernels: Any = None
     plans: Plans = NO_PLANS
     to_save: tuple[Tensor | None, ...] = ()

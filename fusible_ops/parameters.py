@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from cute_kernels.catalog import SEPARATE_SPAN_BYTES
-from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, Plans, facts
+from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, WITHOUT_MEMORY, Plans, facts
 from fusible_ops import casts
 from fusible_ops.quantized_tensor import QuantizedTensor
 
@@ -39,6 +39,8 @@ def are_packed(tensors: Sequence[Tensor]) -> bool:
     Called for all parameters at every forward, since `p.data` may be replaced at any time: no loop in Python.
     """
     first, count = tensors[0], len(tensors)
+    if isinstance(first, WITHOUT_MEMORY):
+        return False
     start, step = first.data_ptr(), first.numel() * first.element_size()
     if step == 0 or list(map(Tensor.data_ptr, tensors)) != list(range(start, start + count * step, step)):
         return False
@@ -115,6 +117,8 @@ class Held:
         if self.weights_packed:
             return [_readable(joined(weights, 3))]
         separate = [_readable(p.detach()) for p in weights]
+        if isinstance(separate[0], WITHOUT_MEMORY):
+            return separate
         places = [t.data_ptr() for t in separate]
         if max(places) - min(places) > SEPARATE_SPAN_BYTES:
             return [torch.stack(separate)]
@@ -178,7 +182,7 @@ def _cast(parameters: Sequence[Tensor], packed: bool, dims: int, dtype: torch.dt
 def _readable(t: Tensor) -> Tensor:
     """t contiguous and from a multiple of 16 bytes on, as kernels read it; t itself if it is so."""
     t = t.contiguous()
-    return t if t.data_ptr() % VECTOR_BYTES == 0 else t.clone()
+    return t if isinstance(t, WITHOUT_MEMORY) or t.data_ptr() % VECTOR_BYTES == 0 else t.clone()
 
 
 class Unchanged:

@@ -12,6 +12,7 @@ from cute_kernels.scheduling import Sharing
 from cute_kernels.target import Target
 from fusible_ops.autocast_mode import current_recipe, named
 from fusible_ops.fuser import AUTOMATIC, ON_UNFUSED, OperationFuser
+from fusible_ops.named import name_of
 from fusible_ops.op import BasicOperation, FusibleOperation
 from fusible_ops.recipe import Recipe
 from patterns import RULES, Rule, check_rules, explain
@@ -60,6 +61,7 @@ class Sequential(nn.Module):
         self.rules = check_rules(rules)
         self.on_unfused = on_unfused
         self.scheduler, self.sm_margin = scheduler, sm_margin
+        self.graph_name = name_of(self)
         self._module_groups: list[Group] | None = None
         self._num_extra_inputs = 0  # of all groups together; known once they are made
         if len(modules) == 1 and isinstance(modules[0], Mapping):
@@ -158,6 +160,7 @@ class Sequential(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "rules": RULES if state["rules"] is None else state["rules"]})
+        self.graph_name = name_of(self)
 
     # -- running ---------------------------------------------------------------------------------------------------
 
@@ -195,6 +198,10 @@ class Sequential(nn.Module):
     def forward(
         self, x: Tensor, *extra_inputs: Tensor, op_kwargs: Mapping[int | nn.Module, dict[str, Any]] | None = None
     ) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            from fusible_ops import compiled
+
+            return compiled.forward(self, x, extra_inputs, op_kwargs)
         groups = self._module_groups or self.groups()
         if len(extra_inputs) != self._num_extra_inputs:
             counts = f"Expected {self._num_extra_inputs} extra inputs but got {len(extra_inputs)}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, Plans
+from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, WITHOUT_MEMORY, Plans
 from fusible_ops.activations import ActivationOperation, ScaledActivation
 from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.linear import BasicLinear, Bias
@@ -40,7 +40,8 @@ def incoming(grad: Tensor, dtype: torch.dtype) -> Tensor:
     that it has the same facts at every backward.
     """
     rows = as_rows(grad, dtype)
-    if rows.stride() == (rows.shape[1], 1) and rows.data_ptr() % VECTOR_BYTES == 0:
+    is_aligned = isinstance(rows, WITHOUT_MEMORY) or rows.data_ptr() % VECTOR_BYTES == 0
+    if is_aligned and rows.stride() == (rows.shape[1], 1):
         return rows
     return torch.empty(rows.shape, dtype=dtype, device=rows.device).copy_(rows)
 

@@ -344,7 +344,7 @@ def test_rules_may_be_changed_after_a_call() -> None:
 
 @pytest.mark.parametrize("compiled_first", [True, False])
 def test_torch_compile_gives_the_same(compiled_first: bool) -> None:
-    """With graph breaks: one graph for a whole model is not promised yet."""
+    """With the backend that runs what Dynamo found as it is."""
     mlp, model, inputs = _mlp()
     extras = mlp.extras(TAIL.tensor(), inputs.probs)
     expected = None if compiled_first else model(inputs.x, *extras).detach()

@@ -20,6 +20,8 @@ NAMES = (
     "_C._len_torch_dispatch_stack",
     "_foreach_copy_",
     "_foreach_zero_",
+    "_subclasses.fake_tensor.FakeTensor",
+    "_subclasses.functional_tensor.FunctionalTensor",
     "ops.aten._unsafe_view",
     "utils._pytree.tree_map",
 )
