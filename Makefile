@@ -1,14 +1,15 @@
 # `make demo` and `make test` each set up all that they need in .venv, on a bare machine with Python and pip.
 #
 #   make demo     train the small MoE language model and write its loss curve to out/
-#   make test     lint, types and tests (tests that need a GPU skip and say so)
+#   make test     lint, types, documentation and tests (tests that need a GPU skip and say so)
+#   make docs     the documentation, into out/site; a warning is an error
 #   make lint | format | types | bench | clean
 #
 # Variables: PYTHON (which Python makes the venv), TORCH (its version), EXTRAS (of pyproject.toml), ARGS (to the demo).
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
-EXTRAS ?= dev,examples,cuda
+EXTRAS ?= dev,examples,docs,cuda
 ARGS ?=
 
 VENV := .venv
@@ -17,7 +18,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test check lint format types bench clean
+.PHONY: setup demo test check docs lint format types bench clean
 
 setup: $(READY)
 
@@ -36,7 +37,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(PY) examples/train_moe_lm.py $(ARGS)
 
-test: lint types check
+test: lint types docs check
 
 check: $(READY)
 	$(PY) -m pytest
@@ -51,6 +52,9 @@ format: $(READY)
 
 types: $(READY)
 	$(PY) -m mypy
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 bench: $(READY)
 	for f in tests/bench/bench_*.py; do echo "== $$f"; PYTHONPATH=. $(PY) $$f || exit 1; done

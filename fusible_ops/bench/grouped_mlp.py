@@ -144,13 +144,17 @@ def measure(
     return Report(
         gpu=torch.cuda.get_device_name(),
         date=str(datetime.date.today()),
-        versions={"fusible-ops": ops.__version__, "torch": torch.__version__, **installed()},
+        versions={
+            "fusible-ops": ops.__version__,
+            "torch": torch.__version__,
+            **_versions({row.library for row in rows}),
+        },
         rows=rows,
     )
 
 
-def installed() -> dict[str, str]:
-    """Versions of what the figures depend on, of what there is of it."""
-    names = (*(package.name for package in target.PACKAGES), "quack-kernels")
-    found = {name: target.package_version(name) for name in names}
-    return {name: version for name, version in found.items() if version is not None}
+def _versions(libraries: set[str]) -> dict[str, str]:
+    """Versions of what our figures depend on, and of the peers that ran."""
+    names = [target.CUTLASS_DSL.name, target.TVM_FFI.name, *(["quack-kernels"] if "quack" in libraries else [])]
+    found = {name: target.package_version(name) or "unknown" for name in names}
+    return {"fusible-ops": ops.__version__, "torch": torch.__version__, **found}
