@@ -54,7 +54,7 @@ types: $(READY)
 	$(PY) -m mypy
 
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 bench: $(READY)
 	for f in tests/bench/bench_*.py; do echo "== $$f"; PYTHONPATH=. $(PY) $$f || exit 1; done
