@@ -145,6 +145,9 @@ class GroupedLinear(BasicOperation):
         """`[bias]`, `[bias0, …]`, or nothing."""
         return self._held(self._bias_keys)
 
+    def output_dim(self, name: str) -> int:
+        return -1 if name.startswith("bias") or self.transposed_weight else -2
+
     def _held(self, keys: list[str]) -> list[Parameter]:
         try:
             return list(map(self._parameters.__getitem__, keys))  # type: ignore[arg-type]

@@ -120,6 +120,9 @@ class BasicLinear(BasicOperation):
         super().__setstate__(state)
         tie_quantizers(self, ["weight"], self._model_init)
 
+    def output_dim(self, name: str) -> int:
+        return -2
+
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         tie_quantizers(self, ["weight"], self._model_init)
@@ -205,6 +208,9 @@ class Bias(BasicOperation):
 
     def output_width(self, incoming: int | None) -> int | None:
         return self.size
+
+    def output_dim(self, name: str) -> int:
+        return -1
 
     def hold(self, owner: str) -> Held:
         return Held([self.bias], (), [self.bias])

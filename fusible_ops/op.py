@@ -20,7 +20,7 @@ from cute_kernels.quantization.random_bits import random_state
 from cute_kernels.scheduling import Sharing
 from fusible_ops import autocast_mode
 from fusible_ops.delayed_scaling import DelayedScales, loaded_scales, saved_scales
-from fusible_ops.parameters import NOTHING_HELD, Held, Unchanged, parameters_of
+from fusible_ops.parameters import NOTHING_HELD, Held, Packing, Unchanged, parameters_of
 from fusible_ops.quantizer import Quantizer
 from fusible_ops.recipe import DelayedScaling, Recipe
 from patterns.chain import OpSpec
@@ -153,6 +153,8 @@ class BasicOperation(FusibleOperation):
     split_sizes_slot: int | None = (
         None  # which extra input says how many rows each group has; None: rows have no groups
     )
+
+    packing: Packing | None = None  # of a linear whose rows `pack_glu_weights_` reordered
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,6 +294,25 @@ class BasicOperation(FusibleOperation):
     def forward_quantizer(self, format: Format, role: str, scales: DelayedScales) -> Quantizer:
         """How an operand of forward is quantised under delayed scaling; the scales are of input, weight, input, …"""
         return Quantizer(format, scales, first=int(role == "weight"), step=min(self.num_quantizers("forward"), 2))
+
+    def output_dim(self, name: str) -> int:
+        """Along which dimension of the parameter `name` the columns of the output lie."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how its parameters lie")
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.packing is not None:
+            for name in self._parameters:
+                value = destination[prefix + name]
+                destination[prefix + name] = self.packing.out_of_memory(value, self.output_dim(name))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.packing is not None:
+            for name, p in self._parameters.items():
+                value = state_dict.get(prefix + name)
+                if p is not None and isinstance(value, Tensor) and value.shape == p.shape:
+                    state_dict[prefix + name] = self.packing.into_memory(value, self.output_dim(name))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def get_extra_state(self) -> Tensor:
         return saved_scales(self._scales)

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from cute_kernels.catalog import SEPARATE_SPAN_BYTES
 from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, WITHOUT_MEMORY, Plans, facts
+from cute_kernels.reference import deinterleave, interleave
 from fusible_ops import casts
 from fusible_ops.quantized_tensor import QuantizedTensor
 
@@ -27,6 +28,22 @@ def parameters_of(op: nn.Module) -> list[Parameter]:
     if op._modules:
         return list(op.parameters())
     return [p for p in op._parameters.values() if p is not None]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How gate and up rows lie in memory, and how in a state_dict: interleave sizes, 0 for plain halves."""
+
+    stored: int
+    packed: int
+
+    def into_memory(self, t: Tensor, dim: int) -> Tensor:
+        """A tensor of a state_dict as it lies in memory. dim: along which the rows are."""
+        return interleave(deinterleave(t, self.stored, dim), self.packed, dim)
+
+    def out_of_memory(self, t: Tensor, dim: int) -> Tensor:
+        """The other way round."""
+        return interleave(deinterleave(t, self.packed, dim), self.stored, dim)
 
 
 _KIND = attrgetter("dtype", "shape")

@@ -14,6 +14,7 @@ from fusible_ops.autocast_mode import current_recipe, named
 from fusible_ops.fuser import AUTOMATIC, ON_UNFUSED, OperationFuser
 from fusible_ops.named import name_of
 from fusible_ops.op import BasicOperation, FusibleOperation
+from fusible_ops.packing import pack_glu_weights_
 from fusible_ops.recipe import Recipe
 from patterns import RULES, Rule, check_rules, explain
 
@@ -194,6 +195,22 @@ class Sequential(nn.Module):
             )
             self._module_groups = groups
         return self._module_groups
+
+    def named_basic_ops(self) -> list[list[tuple[BasicOperation, str]]]:
+        """The basic ops of each run, with what errors call them."""
+        return [group.named for group in self.groups() if isinstance(group, OperationFuser)]
+
+    def forget_plans(self) -> None:
+        """Plan anew at the next call: something that ops say of themselves has changed."""
+        self._module_groups = None
+
+    def pack_glu_weights_(self, interleave: int = 32, optimizers: Iterable[torch.optim.Optimizer] = ()) -> Sequential:
+        """Reorder the weight rows before gated activations in memory, in blocks of `interleave` gate rows and as many
+        up rows, as cuDNN Frontend's Blackwell kernels want them; checkpoints stay as they were. See
+        `fusible_ops.packing.pack_glu_weights_` for arguments and errors. Returns self.
+        """
+        pack_glu_weights_(self, interleave, optimizers)
+        return self
 
     def forward(
         self, x: Tensor, *extra_inputs: Tensor, op_kwargs: Mapping[int | nn.Module, dict[str, Any]] | None = None

@@ -30,7 +30,10 @@ NAMES = (
 ATTRIBUTES = {
     "Tensor": (torch.Tensor, ("_is_view", "_make_wrapper_subclass", "_version")),
     "UntypedStorage": (torch.UntypedStorage, ("_cdata",)),
-    "Module": (torch.nn.Module(), ("_apply", "_load_from_state_dict", "_modules", "_parameters")),
+    "Module": (
+        torch.nn.Module(),
+        ("_apply", "_load_from_state_dict", "_modules", "_parameters", "_save_to_state_dict"),
+    ),
     "Function": (torch.autograd.Function, ("maybe_clear_saved_tensors",)),  # undocumented; looked for before each use
     "OpOverload": (torch.ops.aten.add.Tensor, ("_schema",)),
 }
