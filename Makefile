@@ -9,7 +9,7 @@
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
-EXTRAS ?= dev,examples,docs,cuda
+EXTRAS ?= dev,examples,docs,cuda,blackwell
 ARGS ?=
 
 VENV := .venv

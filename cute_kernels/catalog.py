@@ -19,6 +19,7 @@ from cute_kernels.limits import (
     Words,
     at_least,
     at_most,
+    fixed_for,
     interleave_fits,
     multiple_of,
     not_transposed_for,
@@ -31,14 +32,14 @@ ACTIVATIONS = KINDS
 GLU_ACTIVATIONS = GLU_KINDS
 SM90_ACTIVATIONS = tuple(kind for kind in KINDS if kind not in ("situglu", "tanh_srelu"))
 """Those that have a module in `hopper/epilogues`."""
-SM100_ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu")
+SM100_ACTIVATIONS = ("swiglu", "clamped_swiglu")
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """A row: what the kernel is called, where it lives, and what it needs. Rows are constants, equal if the same.
 
-    name: of the operator it implements. arch: the one architecture that it is compiled for.
+    name: of the operator it implements. arch: the architecture that it is compiled for. also: others that it is for.
     module: dotted name of its host side, loaded when first launched. limits: on the letters of one call.
     packages: needed to compile it. missing: why it cannot be launched at all; empty if it can.
     """
@@ -49,6 +50,12 @@ class Kernel:
     limits: tuple[Limit, ...]
     packages: tuple[Package, ...]
     missing: str = ""
+    also: tuple[str, ...] = ()
+
+    @property
+    def archs(self) -> tuple[str, ...]:
+        """Every architecture that it is for."""
+        return (self.arch, *self.also)
 
     def letters(self) -> tuple[str, ...]:
         """Every letter that the limits read, in order of first use."""
@@ -63,7 +70,7 @@ class Kernel:
 
     def unmet_on(self, target: Target) -> tuple[Refusal, ...]:
         """What `target` lacks: the architecture alone if that differs, else each package."""
-        arch = one_of("arch", (self.arch,), stage="target").check(target.facts(), rule=self.name)
+        arch = one_of("arch", self.archs, stage="target").check(target.facts(), rule=self.name)
         if arch is not None:
             return (arch,)
         found = (Installed(package).check(target.facts(), rule=self.name) for package in self.packages)
@@ -147,20 +154,50 @@ SM90_FP8_GROUPED_GEMM_DACT = _not_yet(
 )
 SM90_FP8_GROUPED_WGRAD = _sm90("fp8_grouped_wgrad", "fp8_wgrad", *_sixteens("N", "K"))
 
-# cuDNN Frontend's grouped MLP pairs 32 gate rows with 32 up rows. The row states its limits; the adapter that would
-# launch it does not exist yet, so nothing fuses with it.
-SM100_GROUPED_MLP = Kernel(
-    "sm100_grouped_mlp",
-    "sm_100a",
-    "",
-    (
-        interleave_fits("glu_interleave", "I", (32,), plain=False, fix="pack_glu_weights_(interleave=32) does it"),
-        _DTYPE,
-        one_of("activation", SM100_ACTIVATIONS),
-    ),
-    (CUDNN_FRONTEND,),
-    missing="the Blackwell adapter of cuDNN Frontend is not in this version",
+# ----------------------------------------------------------------------------------------------------------------------
+# Blackwell, by cuDNN Frontend. Compiled and call-checked without one, not run. Its architecture check also lets SM120
+# pass, for which its kernels then do not compile.
+
+PACKING = "pack_glu_weights_(interleave=32) does it"
+NO_TANH_GEGLU = "cuDNN Frontend's geglu is the clamped SwiGLU; it has no kernel for gelu_tanh"
+SM100_CLAMP = {"limit": 7.0, "alpha": 1.702}
+"""Built into its BF16 forward kernel; the offset is given at run time."""
+
+BLACKWELL = ("sm_100a", "sm_103a")
+_SM100_PACKAGES = (CUDNN_FRONTEND, *_DSL)
+SM100_ACTIVATION = one_of("activation", SM100_ACTIVATIONS, fix=NO_TANH_GEGLU)
+_BF16 = one_of("dtype", ("bfloat16",))
+_GROUPS = at_most("G", 1024)
+_HALVES = multiple_of("I", 32, fix="gate and up lie in blocks of 32 columns")
+_INTERLEAVED = interleave_fits("glu_interleave", "I", (32,), plain=False, fix=PACKING)
+_CLAMP = tuple(
+    fixed_for(name, value, "activation", "clamped_swiglu", fix="it is built into cuDNN Frontend's BF16 kernel")
+    for name, value in SM100_CLAMP.items()
 )
+
+
+def _sm100(name: str, module: str, *limits: Limit) -> Kernel:
+    arch, *also = BLACKWELL
+    return Kernel(name, arch, f"cute_kernels.blackwell.{module}", limits, _SM100_PACKAGES, also=tuple(also))
+
+
+SM100_GLU = _sm100(
+    "cudnn_glu",
+    "glu",
+    _BF16,
+    SM100_ACTIVATION,
+    *_CLAMP,
+    _HALVES,
+    _INTERLEAVED,
+    *_eights("K"),
+    _GROUPS,
+    not_transposed_for("transposed_weight", "activation", GLU_ACTIVATIONS),
+)
+SM100_DGLU = _sm100("cudnn_dglu", "dglu", _BF16, SM100_ACTIVATION, _HALVES, *_eights("H"), _GROUPS)
+SM100_GEMM = _sm100(
+    "cudnn_gemm", "gemm", _BF16, multiple_of("N", 32, fix="pad the layer's features"), *_eights("K"), _GROUPS
+)
+SM100_WGRAD = _sm100("cudnn_wgrad", "wgrad", _BF16, *_eights("K", "N"), _GROUPS)
 
 KERNELS: Mapping[str, Kernel] = {
     f"{kernel.arch}/{kernel.name}": kernel
@@ -181,6 +218,9 @@ KERNELS: Mapping[str, Kernel] = {
         SM90_FP8_GROUPED_GEMM_ACT,
         SM90_FP8_GROUPED_GEMM_DACT,
         SM90_FP8_GROUPED_WGRAD,
-        SM100_GROUPED_MLP,
+        SM100_GLU,
+        SM100_DGLU,
+        SM100_GEMM,
+        SM100_WGRAD,
     )
 }

@@ -20,7 +20,8 @@ import functools
 import importlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,7 +36,9 @@ Spec = tuple[str, Any, str]
 
 _functions: dict[Spec, Function] = {}
 _failures: dict[Spec, str] = {}
-_lock = threading.RLock()  # held while compiling: the DSL keeps its state in globals
+_built: dict[Hashable, Any] = {}
+_build_failures: dict[Hashable, str] = {}
+_lock = threading.RLock()
 _compiled = 0
 _forbidden = 0  # how many `use_kernels` in force forbid compiling
 _packs: list[Path] = []  # of those in force, the latest first
@@ -71,6 +74,44 @@ def precompile(module: str, options: Any, arch: str, pack: Path | None = None) -
         before = _compiled
         _functions[spec] = _obtain(spec) if pack is None else _stored(spec, pack, None)
         return _compiled != before
+
+
+def built(spec: Hashable) -> Any | None:
+    """What `build_once` has built for `spec`, None if nothing."""
+    return _built.get(spec)
+
+
+def one_at_a_time() -> AbstractContextManager:
+    """Held while something is compiled: the DSL keeps its state in globals, others theirs in the environment."""
+    return _lock
+
+
+def build_once(spec: Hashable, what: str, build: Callable[[], Any]) -> Any:
+    """What `build()` gives, a kernel of another library that cannot be kept on disk: once a process for each `spec`.
+
+    what: how errors call it. Counts as a compile; raises CompileError (once built in vain, without another try) or
+    CompileForbiddenError under `no_compile()`.
+    """
+    global _compiled
+    with _lock:
+        if spec in _built:
+            return _built[spec]
+        if spec in _build_failures:
+            raise CompileError(_build_failures[spec])
+        if _forbidden:
+            raise CompileForbiddenError(
+                f"{what} is not compiled in this process, and no_compile() is in force; it cannot be kept on disk, so "
+                "call it once before"
+            )
+        began = time.perf_counter()
+        try:
+            _built[spec] = build()
+        except Exception as error:  # as above
+            _build_failures[spec] = f"{what} does not compile: {error}"
+            raise CompileError(_build_failures[spec]) from error
+        _compiled += 1
+        cache.log.info("compiled %s in %.1f s", what, time.perf_counter() - began)
+        return _built[spec]
 
 
 def compile_count() -> int:
@@ -118,8 +159,8 @@ no_compile = functools.partial(use_kernels, no_compile=True)
 def forget() -> None:
     """Drop the kernels and failures held in memory; the disk is left alone."""
     with _lock:
-        _functions.clear()
-        _failures.clear()
+        for held in (_functions, _failures, _built, _build_failures):
+            held.clear()
         toolchain.cache_clear()
 
 

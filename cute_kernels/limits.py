@@ -261,6 +261,31 @@ class NotTransposedFor(Limit):
 
 
 @dataclass(frozen=True)
+class FixedFor(Limit):
+    """`letter` is `value` if `activation` is `kind`; of other activations it does not matter."""
+
+    letter: str
+    value: float
+    activation: str
+    kind: str
+
+    def letters(self) -> tuple[str, ...]:
+        return (self.letter, self.activation)
+
+    def holds(self, facts: Facts) -> bool:
+        return facts[self.activation] != self.kind or facts[self.letter] == self.value
+
+    def wanted(self, facts: Facts, words: Words) -> str:
+        return f"{self.value} with {self.kind}"
+
+    def counterexample(self) -> dict[str, object]:
+        return {self.letter: self.value + 1, self.activation: self.kind}
+
+    def __str__(self) -> str:
+        return f"{self.letter} is {self.value} for {self.kind}"
+
+
+@dataclass(frozen=True)
 class Installed(Limit):
     """A package is there, in a version that is known to work. Reads the fact of the package's name."""
 
@@ -295,6 +320,7 @@ at_least = AtLeast
 at_most = AtMost
 interleave_fits = InterleaveFits
 not_transposed_for = NotTransposedFor
+fixed_for = FixedFor
 installed = Installed
 
 

@@ -35,27 +35,23 @@ from cute_kernels.fp8_ops import fp8_grouped_wgrad_ as fp8_grouped_wgrad_
 from cute_kernels.fp8_ops import fp8_quantize as fp8_quantize
 from cute_kernels.fp8_ops import fp8_quantize_weight as fp8_quantize_weight
 from cute_kernels.fp8_ops import padded_group_offsets as padded_group_offsets
-from cute_kernels.registry import MARGIN, Pick, empty_as_none, hopper, hopper_host, none_as_empty, plain, register
+from cute_kernels.padded_ops import padded_gemm as padded_gemm
+from cute_kernels.padded_ops import padded_gemm_act as padded_gemm_act
+from cute_kernels.padded_ops import padded_gemm_dact as padded_gemm_dact
+from cute_kernels.padded_ops import padded_wgrad as padded_wgrad
+from cute_kernels.padded_ops import padded_wgrad_ as padded_wgrad_
+from cute_kernels.registry import (
+    MARGIN,
+    empty_as_none,
+    hopper,
+    host_functions,
+    of_module,
+    plain,
+    register,
+    with_activation,
+)
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Implementations for a source of kernels: `pick(name)` gives the function called `name` of reference or of an
-# architecture
-
-
-def _with_activation(name: str, pick: Pick) -> Callable:
-    """The operator of the function `name`, whose activation is encoded (its only string) and results are optional."""
-
-    def run(*args, **sharing):
-        decoded = [Activation.decode(a) if isinstance(a, str) else a for a in args]
-        return none_as_empty(pick(name)(*decoded, **sharing), args[0])
-
-    return run
-
-
-def _reference(name: str) -> Callable:
-    """The reference called `name`; it ignores how a kernel shares the device."""
-    formula = getattr(reference, name)
-    return lambda *args, **sharing: formula(*args)
+_REFERENCE = of_module(reference)
 
 
 def _weight_shape(weights: Sequence[Tensor]) -> tuple[int, int]:
@@ -150,19 +146,19 @@ _OPERATORS = (
         "grouped_gemm_act(Tensor x, Tensor[] weights, Tensor offsets, str activation, Tensor? bias, Tensor? probs, "
         f"int glu_interleave, bool save_preact, bool zero_tail, Tensor(a!)? zero_tail_of=None, {_SHARING}) "
         "-> (Tensor, Tensor)",
-        _with_activation,
+        with_activation,
         _fake_gemm_act,
     ),
     (
         "grouped_gemm_dact(Tensor dy, Tensor[] weights, Tensor offsets, Tensor preact, str activation, Tensor? probs, "
         f"bool need_act, bool need_dprobs, bool zero_tail, {_SHARING}) -> (Tensor, Tensor, Tensor)",
-        _with_activation,
+        with_activation,
         _fake_gemm_dact,
     ),
     (
         "dact(Tensor dact, Tensor preact, Tensor offsets, Tensor? probs, str activation, bool need_dprobs, "
         f"{MARGIN}) -> (Tensor, Tensor)",
-        _with_activation,
+        with_activation,
         _fake_dact,
     ),
     (
@@ -186,9 +182,9 @@ _OPERATORS = (
 
 for _schema, _make, _fake in _OPERATORS:
     _name = _schema.split("(", 1)[0]
-    register(_schema, _make(_name, _reference), _make(_name, hopper), _fake)
+    register(_schema, _make(_name, _REFERENCE), _make(_name, hopper), _fake)
     if _make is plain:  # what unfused ops call where the host knows shapes alone
-        register(f"reference_{_schema}", _reference(_name), _reference(_name), _fake)
+        register(f"reference_{_schema}", _REFERENCE(_name), _REFERENCE(_name), _fake)
 
 _OPS = torch.ops.fusible_ops
 
@@ -287,10 +283,10 @@ def entry_points(device: torch.device, plain: bool) -> Any:
         or torch._C._autograd._profiler_enabled()
     ):
         return _operators
-    return host()
+    return host(device)
 
 
-_HOSTS: dict[str, Callable[[], Any]] = {"cuda": hopper_host}
+_HOSTS: dict[str, Callable[[torch.device], Any]] = {"cuda": host_functions}
 
 
 class _Operators:

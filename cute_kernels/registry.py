@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.activation import Activation
+from cute_kernels.catalog import BLACKWELL
+from cute_kernels.target import Target
+
 _LIBRARY = torch.library.Library("fusible_ops", "DEF")
 
 MARGIN = "*, int sm_margin=0"
@@ -18,19 +22,40 @@ Pick = Callable[[str], Callable]
 
 
 @functools.cache
-def hopper_host() -> Any:
-    """The host functions of CUDA devices."""
-    from cute_kernels import hopper
+def host_functions(device: torch.device) -> Any:
+    """The host functions of a CUDA device: Blackwell's, or Hopper's for any other."""
+    from cute_kernels import blackwell, hopper
 
-    return hopper.host_functions()
+    return (blackwell if Target.of(device).arch in BLACKWELL else hopper).host_functions()
 
 
+@functools.cache
 def hopper(name: str) -> Callable[..., object]:
     """The Hopper host function called `name`; `NotImplementedError` if this version has none."""
-    found = getattr(hopper_host(), name, None)
+    from cute_kernels import hopper
+
+    found = getattr(hopper.host_functions(), name, None)
     if found is None:
         raise NotImplementedError(f"{name}: no CUDA kernel for it is in this version")
     return found
+
+
+@functools.cache
+def blackwell(name: str) -> Callable[..., object]:
+    """The Blackwell host function called `name`."""
+    from cute_kernels import blackwell
+
+    return getattr(blackwell.host_functions(), name)
+
+
+def of_module(module: Any) -> Pick:
+    """The functions of `module`; they ignore how a kernel shares the device."""
+
+    def pick(name: str) -> Callable[..., object]:
+        formula = getattr(module, name)
+        return lambda *args, **sharing: formula(*args)
+
+    return pick
 
 
 def none_as_empty(results: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
@@ -48,6 +73,16 @@ def plain(name: str, pick: Pick) -> Callable:
 
     def run(*args, **sharing):
         return pick(name)(*args, **sharing)
+
+    return run
+
+
+def with_activation(name: str, pick: Pick) -> Callable:
+    """The operator of the function `name`, whose activation is encoded (its only string) and results are optional."""
+
+    def run(*args, **sharing):
+        decoded = [Activation.decode(a) if isinstance(a, str) else a for a in args]
+        return none_as_empty(pick(name)(*decoded, **sharing), args[0])
 
     return run
 

@@ -12,7 +12,8 @@ import importlib.metadata
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,8 @@ class Package:
 
 CUTLASS_DSL = Package("nvidia-cutlass-dsl", "4.8.1", (4, 8), (4, 9))
 TVM_FFI = Package("apache-tvm-ffi", "0.1.15", (0, 1, 15))
+# Before NVIDIA/cudnn-frontend#654 its SM100 quant, srelu and dsrelu kernels could overwrite sums that they had not read
+# yet (#652). 1.32 reads first, and its calls are those that the adapters make.
 CUDNN_FRONTEND = Package("nvidia-cudnn-frontend", "1.32.0", (1, 32), (1, 33))
 TRANSFORMER_ENGINE = Package("transformer-engine", "2.20.2", (2, 20), (2, 21))
 PACKAGES = (CUTLASS_DSL, TVM_FFI, CUDNN_FRONTEND, TRANSFORMER_ENGINE)
@@ -216,6 +219,22 @@ def _distribution_folder(name: str) -> Path | None:
     """Where a distribution is installed."""
     found = next(iter(importlib.metadata.distributions(name=name)), None)
     return None if found is None else Path(str(found.locate_file("")))
+
+
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Within it the environment variable has this value, for libraries that take a setting in no other way; afterwards
+    it is as before.
+    """
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @functools.cache

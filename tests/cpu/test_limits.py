@@ -12,6 +12,7 @@ from cute_kernels.limits import (
     Refusal,
     at_least,
     dtype_name,
+    fixed_for,
     installed,
     interleave_fits,
     multiple_of,
@@ -26,12 +27,13 @@ LIMITS: list[Limit] = [
     at_least("G", 1),
     interleave_fits("glu_interleave", "I"),
     interleave_fits("glu_interleave", "I", (32,), plain=False),
+    fixed_for("limit", 7.0, "activation", "clamped_swiglu"),
     installed(CUTLASS_DSL),
 ]
 
 # One call that every kernel takes.
 LEGAL = {"K": 64, "N": 128, "H": 64, "I": 64, "G": 4, "dtype": "bfloat16", "activation": "swiglu", "glu_interleave": 32}
-LEGAL["transposed_weight"] = False
+LEGAL |= {"transposed_weight": False, "limit": None, "alpha": 1.0}
 
 ROWS = [(kernel, limit) for kernel in catalog.KERNELS.values() for limit in kernel.limits]
 
@@ -58,6 +60,11 @@ def test_a_fact_that_is_not_stated_is_refused(limit: Limit) -> None:
         (one_of("dtype", DTYPES), {"dtype": "float32"}, "dtype is float32, needs bfloat16 or float16"),
         (at_least("G", 1), {"G": 0}, "G is 0, needs at least 1"),
         (one_of("arch", ("sm_90a",), stage="target"), {"arch": "sm_80"}, "needs sm_90a; this is sm_80"),
+        (
+            fixed_for("limit", 7.0, "act", "clamped_swiglu", fix="so it is"),
+            {"limit": 5.0, "act": "clamped_swiglu"},
+            "limit is 5.0, needs 7.0 with clamped_swiglu; so it is",
+        ),
         (installed(CUTLASS_DSL), {CUTLASS_DSL.name: None}, f"needs {CUTLASS_DSL}; it is not installed"),
         (installed(CUTLASS_DSL), {CUTLASS_DSL.name: "4.3.0"}, f"needs {CUTLASS_DSL}; 4.3.0 is installed"),
     ],
@@ -125,7 +132,7 @@ def test_each_kernel_takes_a_legal_call_on_its_own_machine(name: str) -> None:
 def test_each_kernel_refuses_other_machines(name: str) -> None:
     kernel = catalog.KERNELS[name]
     (refusal,) = kernel.unmet_on(Target.named("sm_80"))
-    assert str(refusal) == f"needs {kernel.arch}; this is sm_80"
+    assert str(refusal) == f"needs {' or '.join(kernel.archs)}; this is sm_80"
     absent = Target(kernel.arch, 1)
     assert [refusal.stage for refusal in kernel.unmet_on(absent)] == ["package"] * len(kernel.packages)
 

@@ -1,0 +1,91 @@
+"""The functions on padded rows in BF16, as `reference` has them, through cuDNN Frontend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cute_kernels.activation import Activation
+from cute_kernels.blackwell import reference
+from cute_kernels.blackwell.dglu import dglu
+from cute_kernels.blackwell.gemm import gemm
+from cute_kernels.blackwell.glu import glu
+from cute_kernels.blackwell.operands import Operand
+from cute_kernels.blackwell.wgrad import wgrad
+from cute_kernels.reference import as_stacked, each_group
+
+
+def padded_gemm(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    ends: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    return gemm(x, as_stacked(weights), ends, bias, bias_scale, sm_margin=sm_margin)
+
+
+def padded_gemm_act(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    ends: Tensor,
+    activation: Activation,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor]:
+    factors = _rounded(probs, x)
+    made = glu(Operand(x), Operand(as_stacked(weights)), ends, activation, factors, bias, sm_margin=sm_margin)
+    assert isinstance(made.act, Tensor)
+    return made.act, made.preact
+
+
+def padded_gemm_dact(
+    dy: Tensor,
+    weights: Sequence[Tensor],
+    ends: Tensor,
+    preact: Tensor,
+    activation: Activation,
+    probs: Tensor | None = None,
+    need_dprobs: bool = False,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor | None]:
+    """The same bits run after run: dprobs, which the kernel sums with atomics, is computed outside, from the product in
+    FP32, and dpreact with it.
+    """
+    weight = as_stacked(weights).mT
+    if need_dprobs:
+        grad = gemm(dy, weight, ends, dtype=torch.float32, sm_margin=sm_margin)
+        return reference.dact(grad, preact, activation, probs, need_dprobs)
+    factors = _rounded(probs, preact)
+    made = dglu(Operand(dy), Operand(weight), ends, preact, activation, factors, sm_margin=sm_margin)
+    assert isinstance(made.dpreact, Tensor)
+    return made.dpreact, None
+
+
+def padded_wgrad(dy: Tensor, x: Tensor, ends: Tensor, sm_margin: int = 0) -> Tensor:
+    return wgrad(Operand(dy), Operand(x), ends, sm_margin=sm_margin)
+
+
+def padded_wgrad_(
+    out: Sequence[Tensor], dy: Tensor, x: Tensor, ends: Tensor, accumulate: bool = False, sm_margin: int = 0
+) -> None:
+    """Separate tensors are written one by one afterwards: the kernel writes one."""
+    if len(out) == 1 and out[0].dim() == 3:
+        wgrad(Operand(dy), Operand(x), ends, out[0], accumulate, sm_margin=sm_margin)
+        return
+    dw = out[0].new_empty(ends.shape[0], dy.shape[1], x.shape[1])
+    wgrad(Operand(dy), Operand(x), ends, dw, sm_margin=sm_margin)
+    for target, part in zip(each_group(out), dw.unbind(0), strict=True):
+        if accumulate:
+            target.add_(part)
+        else:
+            target.copy_(part)
+
+
+def _rounded(probs: Tensor | None, like: Tensor) -> Tensor | None:
+    """Probs are rounded to the compute dtype first, and kernels take FP32."""
+    return None if probs is None else probs.to(like.dtype).float()
