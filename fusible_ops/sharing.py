@@ -22,7 +22,13 @@ _FP8 = (
     "quantize_weight",
     *(f"grouped_{name}" for name in ("gemm", "gemm_act", "gemm_dact", "wgrad", "wgrad_")),
 )
-BOUNDED = COUNTED | {"dact", "grouped_dbias", "grouped_dscale"} | {f"fp8_{name}" for name in _FP8}
+_PADDED = ("gemm", "gemm_act", "gemm_dact", "wgrad", "wgrad_")
+BOUNDED = (
+    COUNTED
+    | {"dact", "grouped_dbias", "grouped_dscale"}
+    | {f"fp8_{name}" for name in _FP8}
+    | {f"padded_{name}" for name in _PADDED}
+)
 """Kernels that use more than one SM."""
 
 

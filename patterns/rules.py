@@ -17,6 +17,7 @@ GROUPED_MLP_FP8 = "fusible_ops.fused.grouped_mlp_fp8:GroupedMLPFp8"
 LINEAR_ACTIVATION_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearActivationFp8"
 LINEAR_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearFp8"
 GROUPED_MLP = "fusible_ops.fused.grouped_mlp:GroupedMLP"
+PADDED_MLP = "fusible_ops.fused.padded_mlp:PaddedMLP"
 LINEAR_ACTIVATION = "fusible_ops.fused.grouped_linear:GroupedLinearActivation"
 LINEAR = "fusible_ops.fused.grouped_linear:FusedGroupedLinear"
 
@@ -102,14 +103,46 @@ _MLP = (
     ),
     _dgrad("fc1"),
 )
+
+
+def _sm100_linear(label: str) -> dict[str, str]:
+    return {"G": f"{label}.num_groups", "dtype": f"{label}.compute_dtype"}
+
+
+def _sm100_act() -> dict[str, str]:
+    return {"I": "fc2.in_features", "activation": "act.kind"}
+
+
 _SM100_MLP = (
     bind(
-        catalog.SM100_GROUPED_MLP,
-        "all three, forward and backward",
-        I="fc2.in_features",
-        activation="act.kind",
+        catalog.SM100_GLU,
+        "fc1 and act forward",
+        K="fc1.in_features",
         glu_interleave="act.glu_interleave",
-        dtype="fc1.compute_dtype",
+        limit="act.limit",
+        alpha="act.alpha",
+        transposed_weight="fc1.transposed_weight",
+        **_sm100_act(),
+        **_sm100_linear("fc1"),
+    ),
+    bind(catalog.SM100_GEMM, "fc2 forward", K="fc2.in_features", N="fc2.out_features", **_sm100_linear("fc2")),
+    bind(
+        catalog.SM100_DGLU,
+        "fc2 input gradient and act backward",
+        H="fc2.out_features",
+        **_sm100_act(),
+        **_sm100_linear("fc2"),
+    ),
+    bind(catalog.SM100_GEMM, "fc1 input gradient", K="fc1.out_features", N="fc1.in_features", **_sm100_linear("fc1")),
+    *(
+        bind(
+            catalog.SM100_WGRAD,
+            f"{label} weight gradient",
+            K=f"{label}.in_features",
+            N=f"{label}.out_features",
+            **_sm100_linear(label),
+        )
+        for label in ("fc1", "fc2")
     ),
 )
 
@@ -214,7 +247,7 @@ RULES: tuple[Rule, ...] = (
         name="grouped_mlp_sm100",
         pattern=(slot("fc1", "grouped_linear"), _GLU, slot("fc2", "grouped_linear")),
         guards=(_NO_RECIPE, _SAME_GROUPS, _FITS, _SAME_DTYPE, _PLAIN_FC1_BIAS, *_ACT),
-        program=GROUPED_MLP,
+        program=PADDED_MLP,
         kernels=_SM100_MLP,
         example=examples.MOE_INTERLEAVED,
     ),
@@ -225,6 +258,14 @@ RULES: tuple[Rule, ...] = (
         program=GROUPED_MLP,
         kernels=_MLP,
         example=examples.FFN,
+    ),
+    Rule(
+        name="mlp_sm100",
+        pattern=(slot("fc1", "linear"), _GLU, slot("fc2", "linear")),
+        guards=(_NO_RECIPE, _FITS, _SAME_DTYPE, *_ACT),
+        program=PADDED_MLP,
+        kernels=_SM100_MLP,
+        example=examples.FFN_INTERLEAVED,
     ),
     Rule(
         name="grouped_linear_activation_fp8",

@@ -13,6 +13,7 @@ import torch
 
 import fusible_ops as ops
 from fusible_ops.quantized_tensor import quantized
+from patterns import RULES
 from tests.cases import Splits
 from tests.compare import assert_bitwise_equal
 from tests.models import MLP, Inputs, as_if_on, no_host_sync, step
@@ -187,11 +188,19 @@ def test_never_silently_unfused() -> None:
     text = plain.explain("sm_100a")
     assert "glu_interleave_size is None, needs 32; pack_glu_weights_(interleave=32) does it" in text
     assert "3 of 3 ops fused" in plain.explain("sm_90a")
+    verdicts = plain.explain("sm_100a", as_data=True)[0]
+    assert {refused["rule"] for refused in verdicts["refusals"]} == {rule.name for rule in RULES}
     for arch in ("sm_80", "sm_89", "sm_120a", "cpu"):
         assert f"needs sm_90a; this is {arch}" in plain.explain(arch)
     sizes = torch.tensor([1, 2, 3, 4])
     with as_if_on("sm_100a"), pytest.raises(RuntimeError, match="glu_interleave_size is None, needs 32"):
         plain(torch.randn(10, 64).bfloat16(), sizes, sizes)
     with as_if_on("sm_90a"):
-        plain._module_groups = None
+        plain.forget_plans()
         assert plain(torch.randn(10, 64).bfloat16(), sizes, sizes).shape == (10, 64)
+    plain.pack_glu_weights_(interleave=32)
+    assert "3 of 3 ops fused" in plain.explain("sm_100a") and "3 of 3 ops fused" in plain.explain("sm_90a")
+    for arch in ("sm_100a", "sm_90a"):
+        with as_if_on(arch):
+            plain.forget_plans()
+            assert plain(torch.randn(2, 5, 64).bfloat16(), sizes, sizes).shape == (2, 5, 64)

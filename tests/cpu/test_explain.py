@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cute_kernels.target import Target
+from cute_kernels.target import CUDNN_FRONTEND, Target
 from patterns import RULES, Chain, OpSpec, RecipeSpec, Rule, explain, plan
 from patterns.examples import MOE, activation, grouped_linear
 
@@ -36,25 +36,78 @@ def test_fused() -> None:
     )
 
 
-def test_blackwell_names_the_interleave_first_then_that_there_is_no_adapter() -> None:
+PACKED = replace(PLAIN, ops=(PLAIN.ops[0], activation("swiglu", glu_interleave=32), PLAIN.ops[2]))
+
+
+def test_blackwell_names_the_interleave_first() -> None:
     lines = told(PLAIN, "sm_100a").splitlines()
     assert lines[1] == "unfused: GroupedLinear fc1, SwiGLU act, GroupedLinear fc2"
     assert lines[2].split() == [
         *("x", "grouped_mlp_sm100", "limit", "act.glu_interleave_size", "is", "None,", "needs", "32;"),
         *("pack_glu_weights_(interleave=32)", "does", "it"),
     ]
-    assert "the Blackwell adapter of cuDNN Frontend is not in this version" in lines[3]
-    assert lines[-3] == "    x start with other ops: mlp, linear_activation, linear_quantize, linear"
+    assert lines[-3] == "    x start with other ops: mlp, mlp_sm100, linear_activation, linear_quantize, linear"
     assert lines[-2].startswith("    x are for another recipe: grouped_mlp_fp8, mlp_fp8, ")
     assert lines[-1] == "0 of 3 ops fused"
 
 
-def test_blackwell_packed_is_still_honest() -> None:
-    packed = replace(PLAIN, ops=(PLAIN.ops[0], activation("swiglu", glu_interleave=32), PLAIN.ops[2]))
-    result = plan(packed, Target.named("sm_100a"))
-    assert str(result.first_unmet()).startswith("the Blackwell adapter of cuDNN Frontend is not in this version")
-    assert not result.is_fused
-    assert plan(packed, Target.named("sm_90a")).is_fused
+def test_blackwell_fuses_what_is_packed() -> None:
+    assert told(PACKED, "sm_100a") == (
+        "GroupedLinear fc1 -> SwiGLU act -> GroupedLinear fc2    on sm_100a, bfloat16, no recipe\n"
+        "grouped_mlp_sm100: GroupedLinear fc1, SwiGLU act, GroupedLinear fc2\n"
+        "    cudnn_glu    fc1 and act forward\n"
+        "    cudnn_gemm   fc2 forward\n"
+        "    cudnn_dglu   fc2 input gradient and act backward\n"
+        "    cudnn_gemm   fc1 input gradient\n"
+        "    cudnn_wgrad  fc1 weight gradient\n"
+        "    cudnn_wgrad  fc2 weight gradient\n"
+        "3 of 3 ops fused"
+    )
+    assert plan(PACKED, Target.named("sm_103a")).is_fused and plan(PACKED, Target.named("sm_90a")).is_fused
+
+
+CLAMPED = {"limit": 7.0, "alpha": 1.702, "offset": 0.5, "glu_interleave": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"kind": "geglu"}, "act.kind is geglu, needs swiglu or clamped_swiglu; cuDNN Frontend's geglu is the clamped"),
+        ({"kind": "clamped_swiglu", "limit": 10.0}, "act.limit is 10.0, needs 7.0 with clamped_swiglu; it is built in"),
+        ({"kind": "clamped_swiglu", "alpha": 1.0}, "act.alpha is 1.0, needs 1.702 with clamped_swiglu; it is built in"),
+        ({"kind": "clamped_swiglu"}, ""),
+        ({"kind": "srelu"}, "wants a GLU at position 1; found SReLU act"),
+        ({"dtype": "float16"}, "fc1.compute_dtype is float16, needs bfloat16"),
+        ({"num_groups": 1025}, "fc1.num_groups is 1025, needs at most 1024"),
+        ({"transposed_weight": True}, "fc1.transposed_weight is True, needs False with swiglu"),
+        ({"width": 80}, "fc2.in_features is 80, needs a multiple of 32; gate and up lie in blocks of 32 columns"),
+        ({"hidden": 248}, "fc2.out_features is 248, needs a multiple of 32; pad the layer's features"),
+        ({"glu_interleave": 1}, "act.glu_interleave_size is 1, needs 32; pack_glu_weights_(interleave=32) does it"),
+    ],
+)
+def test_blackwell_names_what_cudnn_frontend_does_not_take(changes: dict, text: str) -> None:
+    act = {"kind": "swiglu", "glu_interleave": 32} | (CLAMPED if changes.get("kind") == "clamped_swiglu" else {})
+    act |= {name: value for name, value in changes.items() if name in (*CLAMPED, "kind")}
+    linear = {name: value for name, value in changes.items() if name in ("dtype", "num_groups")}
+    width, hidden = changes.get("width", 512), changes.get("hidden", 256)
+    first = {"transposed_weight": changes.get("transposed_weight", False)}
+    kind = act.pop("kind")
+    fc1 = grouped_linear("fc1", hidden, width * (1 if kind == "srelu" else 2), **linear, **first)
+    chain = Chain((fc1, activation(kind, **act), grouped_linear("fc2", width, hidden, **linear)), "bfloat16")
+    found = plan(chain, Target.named("sm_100a"))
+    (refused,) = [r for r in found.refusals if r.rule == "grouped_mlp_sm100" and r.start == 0] or [None]
+    assert (refused is None) == (not text) == found.is_fused
+    if refused is not None:
+        assert str(refused.first).startswith(text)
+
+
+def test_sm120_is_declined_by_name_and_so_are_versions_that_are_known_to_be_wrong() -> None:
+    refused = plan(PACKED, Target.named("sm_120a")).why_not(0, 3)
+    assert "needs sm_100a or sm_103a; this is sm_120a" in [str(r.first) for r in refused if "sm100" in r.rule]
+    for version in ("1.27.0", "1.31.1", "1.33.0"):
+        packages = (*Target.named("sm_100a").packages, (CUDNN_FRONTEND.name, version))
+        (refusal,) = plan(PACKED, Target("sm_100a", 148, packages)).why_not(0, 3)[0].reasons
+        assert str(refusal) == f"needs nvidia-cudnn-frontend>=1.32,<1.33; {version} is installed"
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -62,6 +115,9 @@ def test_blackwell_packed_is_still_honest() -> None:
 def test_the_first_unmet_condition_is_the_first_reason_shown(rule: Rule, arch: str) -> None:
     result = plan(rule.example, Target.named(arch))
     lines = explain(result).splitlines()
+    if result.is_fused:
+        assert arch in rule.kernels[0].kernel.archs and result.first_unmet() is None
+        return
     assert lines[2].startswith("    x ") and lines[2].endswith(str(result.first_unmet()))
 
 
