@@ -41,7 +41,8 @@ class Kernel:
 
     name: of the operator it implements. arch: the architecture that it is compiled for. also: others that it is for.
     module: dotted name of its host side, loaded when first launched. limits: on the letters of one call.
-    packages: needed to compile it. missing: why it cannot be launched at all; empty if it can.
+    packages: needed to compile it. missing: why it cannot be launched at all; empty if it can. is_kept: whether a
+    compiled one can be kept on disk, and so be made ahead of time.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Kernel:
     packages: tuple[Package, ...]
     missing: str = ""
     also: tuple[str, ...] = ()
+    is_kept: bool = True
 
     @property
     def archs(self) -> tuple[str, ...]:
@@ -178,7 +180,8 @@ _CLAMP = tuple(
 
 def _sm100(name: str, module: str, *limits: Limit) -> Kernel:
     arch, *also = BLACKWELL
-    return Kernel(name, arch, f"cute_kernels.blackwell.{module}", limits, _SM100_PACKAGES, also=tuple(also))
+    place = f"cute_kernels.blackwell.{module}"
+    return Kernel(name, arch, place, limits, _SM100_PACKAGES, also=tuple(also), is_kept=False)
 
 
 SM100_GLU = _sm100(

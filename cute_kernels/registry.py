@@ -23,10 +23,15 @@ Pick = Callable[[str], Callable]
 
 @functools.cache
 def host_functions(device: torch.device) -> Any:
-    """The host functions of a CUDA device: Blackwell's, or Hopper's for any other."""
+    """The host functions of a CUDA device."""
+    return host_functions_for(Target.of(device).arch)
+
+
+def host_functions_for(arch: str) -> Any:
+    """The host functions of an architecture: Blackwell's, or Hopper's for any other."""
     from cute_kernels import blackwell, hopper
 
-    return (blackwell if Target.of(device).arch in BLACKWELL else hopper).host_functions()
+    return (blackwell if arch in BLACKWELL else hopper).host_functions()
 
 
 @functools.cache

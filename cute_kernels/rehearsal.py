@@ -16,7 +16,7 @@ from typing import Any
 
 from cute_kernels import launch, ops, target
 from cute_kernels.hopper import operands
-from cute_kernels.registry import hopper_host
+from cute_kernels.registry import host_functions_for
 
 
 class _Wanted(dict[launch.Spec, launch.Function]):
@@ -52,7 +52,7 @@ def rehearsal(arch: str) -> Iterator[dict[launch.Spec, None]]:
             (launch, "current_stream", lambda device: 0),
             (target, "_probe", rehearsed),
             (operands, "_multiprocessors", {}),
-            (ops, "_HOSTS", {**ops._HOSTS, "meta": hopper_host}),
+            (ops, "_HOSTS", {**ops._HOSTS, "meta": lambda device: host_functions_for(arch)}),
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)

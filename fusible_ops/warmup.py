@@ -39,7 +39,8 @@ ROWS_A_GROUP = 65
 def kernels_of(model: nn.Module, arch: str = "sm_90a", use: Use = PLAIN) -> list[launch.Spec]:
     """The kernels of every `Sequential` in the model, for any row count; (device module, options, architecture).
 
-    The model is left as it is. Ops that are not fused there need none. Errors: ValueError for an unknown arch.
+    The model is left as it is. Ops that are not fused there need none; those that another library's kernels run, which
+    cannot be kept (cuDNN Frontend's), are left out. Errors: ValueError for an unknown arch.
     """
     machine, copied = Target.named(arch), on_meta(model)
     with rehearsal(arch) as specs, autocast(enabled=use.recipe is not None, recipe=use.recipe), as_under(use.autocast):
@@ -47,7 +48,7 @@ def kernels_of(model: nn.Module, arch: str = "sm_90a", use: Use = PLAIN) -> list
             for run in module.groups() if isinstance(module, Sequential) else ():
                 if isinstance(run, OperationFuser):
                     for step in run.plan(machine, use.autocast, use.recipe).steps:
-                        if step.rule is not None:
+                        if step.rule is not None and all(bound.kernel.is_kept for bound in step.kernels):
                             ops = run.ops[step.start : step.stop]
                             _rehearse(OperationFuser(ops, rules=run.rules, sharing=run.sharing), use)
     return list(specs)

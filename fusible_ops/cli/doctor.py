@@ -64,7 +64,11 @@ def examine() -> dict[str, Any]:
         "packs": [cache.state(pack, is_pack=True) for pack in target.packs()],
         "arch": here.arch,
         "kernels": [
-            {"name": kernel.name, "arch": kernel.arch, "lacks": [str(refusal) for refusal in kernel.unmet_on(here)]}
+            {
+                "name": kernel.name,
+                "arch": " ".join(kernel.archs),
+                "lacks": [str(refusal) for refusal in kernel.unmet_on(here)],
+            }
             | ({"missing": kernel.missing} if kernel.missing else {})
             for kernel in KERNELS.values()
         ],
@@ -122,7 +126,7 @@ def _problems(found: dict[str, Any]) -> Iterable[str]:
             f"{target.CACHE_VARIABLE} to a directory of your own"
         )
     for kernel in found["kernels"]:
-        if kernel["arch"] == found["arch"] and kernel["lacks"]:
+        if found["arch"] in kernel["archs"] and kernel["lacks"]:
             yield f"{kernel['name']} does not run here: {'; '.join(kernel['lacks'])}"
     if found["gpus"] and found["torch"]["cuda"] is None:
         yield "there is a GPU, but this build of torch has no CUDA"
@@ -149,7 +153,7 @@ def as_text(found: dict[str, Any]) -> str:
     lines += ["", f"kernels on {found['arch']}"]
     for kernel in found["kernels"]:
         lacks = [*kernel["lacks"], *([kernel["missing"]] if "missing" in kernel else [])]
-        name = f"{kernel['arch']}/{kernel['name']}"
+        name = f"{kernel['archs'][0]}/{kernel['name']}"
         lines.append(f"  {name:34} {'; '.join(lacks) or 'runs'}")
     lines += (
         ["", *(f"PROBLEM: {text}" for text in found["problems"])] if found["problems"] else ["", "nothing is wrong"]

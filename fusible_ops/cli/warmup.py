@@ -46,7 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
     specs = kernels_of(load(arguments.model), arguments.arch, use)
     if not specs:
-        print(f"{arguments.model} needs no kernels on {arguments.arch}: nothing is fused there; `explain` says why")
+        print(
+            f"{arguments.model} needs no kernels of ours on {arguments.arch}: nothing is fused there (`explain` says "
+            "why), or by cuDNN Frontend, whose kernels every process compiles anew at the first call"
+        )
         return 1
     if arguments.list:
         print(*(f"{module} {options}" for module, options, _ in specs), sep="\n")

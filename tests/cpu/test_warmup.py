@@ -145,3 +145,10 @@ def test_python_m_is_the_command():
     command = [sys.executable, "-m", "fusible_ops", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(ops.__file__).parents[1])
     assert all(name in done.stdout for name in ("doctor", "warmup", "bench"))
+
+
+def test_what_cudnn_frontend_compiles_cannot_be_made_ahead_of_time() -> None:
+    model = mlp(128, 256, 8)
+    model.pack_glu_weights_()
+    assert "3 of 3 ops fused" in model.explain("sm_100a") and kernels_of(model, "sm_100a") == []
+    assert kernels_of(model)
