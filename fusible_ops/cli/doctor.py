@@ -66,7 +66,7 @@ def examine() -> dict[str, Any]:
         "kernels": [
             {
                 "name": kernel.name,
-                "arch": " ".join(kernel.archs),
+                "archs": list(kernel.archs),
                 "lacks": [str(refusal) for refusal in kernel.unmet_on(here)],
             }
             | ({"missing": kernel.missing} if kernel.missing else {})
