@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from cute_kernels import reference
 from cute_kernels.blackwell.rows import PaddedGroups
 from cute_kernels.facts import NO_PLANS, Plans
 from fusible_ops.fused.grouped_mlp import GroupedMLP
@@ -51,9 +50,9 @@ class PaddedMLP(GroupedMLP):
         needs_grad = basic_op_ctxs[-1].requires_grad
         x = as_rows(input_, dtype)
         weights1, weights2 = ctx.held.operands(dtype, needs_grad), ctx2.held.operands(dtype, needs_grad)
-        first = second = PaddedGroups(fc1.offsets(reference, x.shape[0], extras), x.shape[0])
+        first = second = PaddedGroups(fc1.offsets(ctx.formulas, x.shape[0], extras), x.shape[0])
         if not same_values(fc1.split_sizes(extras), fc2.split_sizes(extras)):
-            second = PaddedGroups(fc2.offsets(reference, x.shape[0], extras), x.shape[0])
+            second = PaddedGroups(fc2.offsets(ctx.formulas, x.shape[0], extras), x.shape[0])
         x = first.pad(x)
         probs = row_factor(self.act.probs(extras), dtype)
         if fc1.covers_all_rows:
@@ -104,20 +103,20 @@ class PaddedMLP(GroupedMLP):
                 dy, weights2, second.ends, preact, self.act.op.activation, probs, self.act.wants_dprobs(basic_op_ctxs)
             )
         del preact
-        products = PaddedProducts(kernels, second)
+        products = PaddedProducts(ctx, second)
         fc2.put_grads(basic_op_ctxs, grads, products, dy, act, second.padded_offsets, scales=scales)
         del act
         if dprobs is not None:
             extra_grads[self.act.at] = [viewed(second.unpad(dprobs), ctx.probs_shape)]
         if dpreact is not None:
             dpreact = dpreact if second is first else first.pad(second.unpad(dpreact))
-            fc1.put_grads(basic_op_ctxs, grads, PaddedProducts(kernels, first), dpreact, x, first.padded_offsets)
+            fc1.put_grads(basic_op_ctxs, grads, PaddedProducts(ctx, first), dpreact, x, first.padded_offsets)
         del x
         if ctx.input_requires_grad:
             transposed = [w.mT for w in weights1]
             dx = viewed(first.unpad(kernels.padded_gemm(dpreact, transposed, first.ends)), ctx.input_shape)
         if fc2.wants_dscales(basic_op_ctxs):
-            dscales = reference.grouped_dscale(plain, bias2, second.offsets)
+            dscales = ctx.formulas.grouped_dscale(plain, bias2, second.offsets)
             extra_grads[fc2.at] = [None, viewed(dscales, ctx.scales_shape)]
         return dx, grads, extra_grads
 
@@ -125,10 +124,9 @@ class PaddedMLP(GroupedMLP):
 class PaddedProducts:
     """Gradients of parameters on the padded rows of `groups`, under the names of functions on rows without padding."""
 
-    def __init__(self, kernels: Any, groups: PaddedGroups) -> None:
-        self._kernels, self._ends = kernels, groups.ends
-
-    grouped_dbias = staticmethod(reference.grouped_dbias)
+    def __init__(self, ctx: OperationContext, groups: PaddedGroups) -> None:
+        self._kernels, self._ends = ctx.kernels, groups.ends
+        self.grouped_dbias = ctx.formulas.grouped_dbias
 
     def grouped_wgrad(
         self, dy: Tensor, x: Tensor, offsets: Tensor, glu_interleave: int = 0, plans: Plans = NO_PLANS

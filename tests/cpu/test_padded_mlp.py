@@ -248,3 +248,18 @@ def test_a_margin_reaches_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         ("padded_wgrad", 16),
         ("padded_gemm", 16),
     ]
+
+
+def test_in_a_graph_of_torch_compile() -> None:
+    """Whole, for any number of rows, with eager's bits."""
+    mlp = MLP("scaled_swiglu", 64, 64, bias=True, scale_bias=True)
+    torch._dynamo.reset()
+    with as_if_on("sm_100a"):
+        model = build(mlp, WIDE[1])
+        compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+        for rows in (512, 600, 700):
+            splits = Splits("rows", WIDE[1].sizes, rows)
+            inputs = Inputs.random(splits, 64, "cpu", torch.bfloat16)
+            want, got = step(model, mlp, inputs), step(compiled, mlp, inputs)
+            for name, value in want.items():
+                assert_bitwise_equal(got[name.replace("d", "d_orig_mod.", 1) if "." in name else name], value, name)
