@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from cute_kernels.blackwell.rows import PaddedGroups
 from cute_kernels.facts import NO_PLANS, Plans
-from fusible_ops.fused.grouped_mlp import GroupedMLP
 from fusible_ops.fused.parts import (
+    activation_at,
     as_rows,
     checked_dtype,
     incoming,
     like_rows_of,
+    linear_at,
     no_grads,
     probs_of_tokens,
     row_factor,
     viewed,
 )
 from fusible_ops.groups import same_values
-from fusible_ops.op import OperationContext, ParamGrads
+from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
 from fusible_ops.parameters import Unchanged
 
 
-class PaddedMLP(GroupedMLP):
+class PaddedMLP(FusedOperation):
     """y = W2_g act(W1_g x + b1_g)·p + b2_g, as `GroupedMLP`, for kernels that want every group padded to 256 rows.
 
     x, probs, scales and dy are padded (`PaddedGroups`: no host sync, zeros between), y, dx and dprobs unpadded; between
@@ -35,6 +36,15 @@ class PaddedMLP(GroupedMLP):
 
     Two linears with different split sizes pad differently; then rows move between them.
     """
+
+    def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
+        super().__init__(basic_ops)
+        ops = self.fusible_parts()
+        self.fc1, at = linear_at(ops, 0)
+        self.act = activation_at(ops, at)
+        self.fc2, end = linear_at(ops, at + 1)
+        if end != len(ops):
+            raise TypeError(f"PaddedMLP takes linear, activation, linear; got {len(ops) - end} more ops")
 
     def fuser_forward(
         self,
