@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.metadata
+import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,7 @@ class Package:
         return f"{self.name}>={_dotted(self.at_least)}{upper}"
 
 
+DSL_WHEELS = tuple(f"nvidia-cutlass-dsl{part}" for part in ("", "-libs-base", "-libs-core", "-libs-cu12", "-libs-cu13"))
 CUTLASS_DSL = Package("nvidia-cutlass-dsl", "4.8.1", (4, 8), (4, 9))
 TVM_FFI = Package("apache-tvm-ffi", "0.1.15", (0, 1, 15))
 # Before NVIDIA/cudnn-frontend#654 its SM100 quant, srelu and dsrelu kernels could overwrite sums that they had not read
@@ -116,6 +118,9 @@ def _probe(device_type: str, index: int | None) -> Target:
     packages = tuple((package.name, package_version(package.name)) for package in PACKAGES)
     if device_type != "cuda":
         return Target(device_type, 0, packages)
+    mixed = mixed_wheels()
+    if mixed:
+        packages = tuple((name, mixed if name == CUTLASS_DSL.name else version) for name, version in packages)
     properties = torch.cuda.get_device_properties(index)
     return Target(_arch(properties), properties.multi_processor_count, packages)
 
@@ -203,16 +208,27 @@ class RecordedFile:
     sha256: str
 
 
-def recorded_files(prefix: str) -> list[RecordedFile]:
-    """Every file that distributions whose names start so say they have installed, by the RECORDs of their wheels."""
+def recorded_files(names: Iterable[str] = DSL_WHEELS) -> list[RecordedFile]:
+    """Every file that these distributions say they have installed, by the RECORDs of their wheels."""
     found = []
-    for distribution in importlib.metadata.distributions():
-        name = distribution.name or ""
-        if name.replace("_", "-").startswith(prefix):
+    for name in names:
+        for distribution in itertools.islice(importlib.metadata.distributions(name=name), 1):
             for file in distribution.files or ():
                 if file.hash is not None and file.hash.mode == "sha256":
                     found.append(RecordedFile(name, Path(str(distribution.locate_file(file))), file.hash.value))
     return found
+
+
+def mixed_wheels(names: Iterable[str] = DSL_WHEELS) -> str | None:
+    """In words, that two of these distributions have installed different files at one path, if they have: wheels for
+    several CUDA versions did that to each other. From their RECORDs alone; a hash of what is there has the last word.
+    """
+    claims: dict[Path, RecordedFile] = {}
+    for file in recorded_files(names):
+        other = claims.setdefault(file.path, file)
+        if other.sha256 != file.sha256:
+            return f"a mix of {other.package} and {file.package} (both wrote {file.path}; see fusible-ops doctor)"
+    return None
 
 
 def _distribution_folder(name: str) -> Path | None:

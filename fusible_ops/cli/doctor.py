@@ -37,7 +37,7 @@ def examine() -> dict[str, Any]:
     """What there is, as dicts, lists, strings, numbers and None. "problems": what is wrong, in words."""
     here = Target.of("cuda" if torch.cuda.is_available() else "cpu")
     runtime, driver_cuda = target.dsl_runtime(), target.driver_cuda()
-    files = target.recorded_files(target.CUTLASS_DSL.name)
+    files = target.recorded_files()
     found: dict[str, Any] = {
         "fusible_ops": fusible_ops.__version__,
         "python": platform.python_version(),

@@ -16,12 +16,13 @@ from cute_kernels.target import RecordedFile
 from fusible_ops.bench.grouped_mlp import PARTS, Shape
 from fusible_ops.bench.report import Report, Row, chart, slower
 from fusible_ops.cli import doctor, main
+from fusible_ops.cli.models import mlp
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """No hashing of large libraries, and a cache directory of its own."""
-    monkeypatch.setattr(target, "recorded_files", lambda prefix: [])
+    monkeypatch.setattr(target, "recorded_files", lambda *names: [])
     monkeypatch.setattr(target, "cache_dir", lambda: tmp_path / "cache")
     return tmp_path
 
@@ -64,17 +65,34 @@ def test_mixed_wheels_are_named(tmp_path: Path):
 
 
 def test_files_of_installed_wheels_are_found():
-    files = target.recorded_files("pytest")
+    files = target.recorded_files(["pytest"])
     assert any(file.path.name == "METADATA" or file.path.suffix == ".py" for file in files)
     python = [file for file in files if file.path.suffix == ".py"][:20]
     assert doctor.wrong_files(python) == []
+
+
+def test_mixed_wheels_are_refused_by_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A rule then says so, and the chain runs unfused."""
+    assert target.mixed_wheels() is None, "the wheels that the tests run with are in order"
+    for name, content in (("nvidia-cutlass-dsl-libs-base", "AAAA"), ("nvidia-cutlass-dsl-libs-cu13", "BBBB")):
+        info = tmp_path / f"{name.replace('-', '_')}-4.4.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 4.4.0\n")
+        (info / "RECORD").write_text(f"nvidia_cutlass_dsl/lib/libcute.so,sha256={content},3\nsame.py,sha256=CCCC,3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = target.mixed_wheels()
+    assert found is not None and "libs-base and nvidia-cutlass-dsl-libs-cu13" in found and "libcute.so" in found
+    hopper = target.Target.named("sm_90a")
+    packages = tuple((name, found if name == "nvidia-cutlass-dsl" else version) for name, version in hopper.packages)
+    said = mlp(64, 64, 4).explain(replace(hopper, packages=packages))
+    assert "needs nvidia-cutlass-dsl>=4.8,<4.9; a mix of nvidia-cutlass-dsl-libs-base" in said and "0 of 3 ops" in said
 
 
 def test_wrong_things_set_the_exit_code(quick: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     (quick / "cache").mkdir()
     (quick / "cache").chmod(0o777)
     monkeypatch.setenv(target.PACKS_VARIABLE, str(quick / "absent"))
-    monkeypatch.setattr(target, "recorded_files", lambda prefix: [recorded(quick / "gone", "dsl", b"")])
+    monkeypatch.setattr(target, "recorded_files", lambda *names: [recorded(quick / "gone", "dsl", b"")])
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert f"chmod go-w {quick / 'cache'}" in said
