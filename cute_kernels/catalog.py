@@ -7,7 +7,7 @@ them before a launch. Letters: K in, N out, H hidden, I intermediate (columns of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cute_kernels.activation import GLU_KINDS, KINDS
 from cute_kernels.limits import (
@@ -139,19 +139,14 @@ def _chunks(*letters: str) -> tuple[Limit, ...]:
     return tuple(multiple_of(letter, 64, fix="pad the layer's features") for letter in letters)
 
 
-def _not_yet(name: str, module: str, *limits: Limit) -> Kernel:
-    """The operator and its reference are here, its kernel is not."""
-    return replace(_sm90(name, module, *limits), missing="the FP8 products are not in this version")
-
-
-SM90_PADDED_GROUP_OFFSETS = _not_yet("padded_group_offsets", "rowwise", at_least("G", 1))
+SM90_PADDED_GROUP_OFFSETS = _sm90("padded_group_offsets", "rowwise", at_least("G", 1))
 SM90_FP8_QUANTIZE = _sm90("fp8_quantize", "fp8_quantize", _DTYPE, *_sixteens("K"))
 SM90_FP8_QUANTIZE_WEIGHT = _sm90("fp8_quantize_weight", "fp8_quantize", _DTYPE, *_sixteens("N", "K"))
-SM90_FP8_GROUPED_GEMM = _not_yet("fp8_grouped_gemm", "fp8_grouped_gemm", *_sixteens("K", "N"))
-SM90_FP8_GROUPED_GEMM_ACT = _not_yet(
+SM90_FP8_GROUPED_GEMM = _sm90("fp8_grouped_gemm", "fp8_grouped_gemm", *_sixteens("K", "N"))
+SM90_FP8_GROUPED_GEMM_ACT = _sm90(
     "fp8_grouped_gemm_act", "fp8_grouped_gemm", *_sixteens("K"), *_chunks("I"), _ACTIVATION
 )
-SM90_FP8_GROUPED_GEMM_DACT = _not_yet(
+SM90_FP8_GROUPED_GEMM_DACT = _sm90(
     "fp8_grouped_gemm_dact", "fp8_grouped_gemm", *_sixteens("H"), *_chunks("I"), _ACTIVATION
 )
 SM90_FP8_GROUPED_WGRAD = _sm90("fp8_grouped_wgrad", "fp8_wgrad", *_sixteens("N", "K"))

@@ -20,8 +20,12 @@ _MODULES = {
     "dact": "rowwise",
     "grouped_dbias": "rowwise",
     "grouped_dscale": "rowwise",
+    "padded_group_offsets": "rowwise",
     "fp8_quantize": "fp8_quantize",
     "fp8_quantize_weight": "fp8_quantize",
+    "fp8_grouped_gemm": "fp8_grouped_gemm",
+    "fp8_grouped_gemm_act": "fp8_grouped_gemm",
+    "fp8_grouped_gemm_dact": "fp8_grouped_gemm",
     "fp8_grouped_wgrad": "fp8_wgrad",
     "fp8_grouped_wgrad_": "fp8_wgrad",
 }

@@ -29,10 +29,13 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class GroupOffsetsOptions:
-    """index: dtype of the split sizes, by name, as all dtypes here. counts: it clears tile counters too."""
+    """index: dtype of the split sizes, by name, as all dtypes here. counts: it clears tile counters too. padded: padded
+    offsets are wanted too.
+    """
 
     index: str
     counts: bool = False
+    padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class RowDotsOptions:
 
 def group_offsets(split_sizes: Tensor, rows: int) -> Tensor:
     """`reference.group_offsets`: int32 [G+1]. split_sizes may be a strided view."""
-    return _offsets(split_sizes, rows, None)
+    return _offsets(split_sizes, rows)
 
 
 def group_offsets_and_counters(split_sizes: Tensor, rows: int, counters: int) -> tuple[Tensor, Tensor]:
@@ -74,28 +77,36 @@ def group_offsets_and_counters(split_sizes: Tensor, rows: int, counters: int) ->
     if counters > MOST_COUNTERS:
         raise ValueError(f"{SM90_GROUP_OFFSETS.name}: counters is {counters}, needs at most {MOST_COUNTERS}")
     zeros = torch.empty(counters, dtype=torch.int32, device=split_sizes.device)
-    return _offsets(split_sizes, rows, zeros), zeros
+    return _offsets(split_sizes, rows, counters=zeros), zeros
 
 
-def _offsets(split_sizes: Tensor, rows: int, counters: Tensor | None) -> Tensor:
+def padded_group_offsets(split_sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """`fp8_reference.padded_group_offsets`: two int32 [G+1] from one launch."""
+    padded = torch.empty(split_sizes.numel() + 1, dtype=torch.int32, device=split_sizes.device)
+    return _offsets(split_sizes, rows, padded=padded), padded
+
+
+def _offsets(split_sizes: Tensor, rows: int, padded: Tensor | None = None, counters: Tensor | None = None) -> Tensor:
     shape, device = split_sizes.shape, split_sizes.device
-    options = _offsets_options(split_sizes.dtype, shape, device, counters is not None)
+    options = _offsets_options(split_sizes.dtype, shape, device, counters is not None, padded is not None)
     if rows >= MOST_ROWS:
         raise ValueError(f"{SM90_GROUP_OFFSETS.name}: T is {rows}, needs less than {MOST_ROWS}")
     offsets = torch.empty(shape[0] + 1, dtype=torch.int32, device=device)
-    launch.kernel(MODULE, options, ARCH)(split_sizes, offsets, counters, rows, launch.current_stream(device))
+    launch.kernel(MODULE, options, ARCH)(split_sizes, offsets, padded, counters, rows, launch.current_stream(device))
     return offsets
 
 
 @functools.lru_cache(KEPT)
-def _offsets_options(index: torch.dtype, shape: torch.Size, device: torch.device, counts: bool) -> GroupOffsetsOptions:
+def _offsets_options(
+    index: torch.dtype, shape: torch.Size, device: torch.device, counts: bool, padded: bool
+) -> GroupOffsetsOptions:
     if len(shape) != 1 or index not in INDEX_DTYPES:
         found = f"{dtype_name(index)} {list(shape)}"
         raise ValueError(f"{SM90_GROUP_OFFSETS.name}: split_sizes is {found}, needs int32 or int64 [G]")
     if shape[0] == 0:
         SM90_GROUP_OFFSETS.require(G=0)
     multiprocessors(SM90_GROUP_OFFSETS, device)
-    return GroupOffsetsOptions(dtype_name(index), counts)
+    return GroupOffsetsOptions(dtype_name(index), counts, padded)
 
 
 def dact(

@@ -1,6 +1,7 @@
 """Kernels that pass over rows once, without tensor cores, on SM90: offsets, activation gradients, bias gradients.
 
-    GroupOffsets   offsets[g] = min(Σ_{j<g} max(splits[j], 0), rows); tile counters = 0
+    GroupOffsets   offsets[g] = min(Σ_{j<g} max(splits[j], 0), rows); if wanted, where padded groups begin,
+                   and tile counters = 0
     Dact           dpreact = (dact·p)·∂f(preact), dprobs[row] = Σ_columns dact·f(preact)
     ColumnSums     db[g] = Σ_{rows of g} s·dy, in two stages
     RowDots        ds[row] = Σ_n dy[row, n]·bias[g, n]
@@ -34,6 +35,7 @@ THREADS, WARPS = 256, 8  # of a team
 ALONE_TEAMS, ALONE_BYTES = 4, 128 * 1024  # of a CTA that has its SM to itself: teams, shared memory (more than half)
 VECTOR = 8  # columns of one lane
 SPAN = 32 * VECTOR  # columns of one warp
+BLOCK = 128  # tokens that a padded group is a multiple of
 CHUNK = 256  # rows that one CTA of ColumnSums adds up
 BATCH = 4  # rows that a warp of ColumnSums has in flight
 
@@ -126,22 +128,38 @@ class GroupOffsets:
     """One CTA. Thread t adds up ceil(G / 256) neighbouring sizes; the sums are scanned by warps, then over warps.
 
     Adding numbers of [0, rows] and capping at rows is associative, so every step caps and 32 bits are enough to pass
-    on.
+    on. Padded offsets need the sizes that are left after capping, so they are scanned after the offsets.
     """
 
     def __init__(self, options):
         self.index = TYPES[options.index]
 
     @cute.jit
-    def __call__(self, splits: cute.Tensor, offsets: cute.Tensor, counters: cute.Tensor | None, rows: Int32, stream):
-        self.kernel(splits, offsets, counters, rows).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
+    def __call__(
+        self,
+        splits: cute.Tensor,
+        offsets: cute.Tensor,
+        padded: cute.Tensor | None,
+        counters: cute.Tensor | None,
+        rows: Int32,
+        stream,
+    ):
+        self.kernel(splits, offsets, padded, counters, rows).launch(
+            grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
 
     @cute.kernel
-    def kernel(self, splits: cute.Tensor, offsets: cute.Tensor, counters: cute.Tensor | None, rows: Int32):
+    def kernel(
+        self,
+        splits: cute.Tensor,
+        offsets: cute.Tensor,
+        padded: cute.Tensor | None,
+        counters: cute.Tensor | None,
+        rows: Int32,
+    ):
         thread, _, _ = cute.arch.thread_idx()
         if const_expr(counters is not None):
             self.clear(counters, thread)
-        lane, warp = thread % 32, thread // 32
         memory = cutlass.memory.SmemAllocator()
         warp_totals = memory.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
         groups = splits.shape[0]
@@ -151,11 +169,47 @@ class GroupOffsets:
         mine = Int32(0)
         for g in cutlass.range(begin, end, unroll=1):
             mine = self.add(mine, splits[g], rows)
+        first = self.sum_below(mine, warp_totals, rows)
+        total = first
+        for g in cutlass.range(begin, end, unroll=1):
+            total = self.add(total, splits[g], rows)
+            offsets[g + 1] = total
+        if thread == 0:
+            offsets[0] = Int32(0)
+        if const_expr(padded is not None):
+            self.pad(splits, padded, rows, first, begin, end, warp_totals)
+
+    @cute.jit
+    def pad(self, splits, padded: cute.Tensor, rows, first, begin, end, warp_totals):
+        """Sums of the capped sizes, each rounded up to whole blocks. first: the offset of group `begin`."""
+        mine, total = Int32(0), first
+        for g in cutlass.range(begin, end, unroll=1):
+            after = self.add(total, splits[g], rows)
+            mine += self.whole_blocks(after - total)
+            total = after
+        cute.arch.sync_threads()
+        place, total = self.sum_below(mine, warp_totals, Int32(2**31 - 1)), first
+        for g in cutlass.range(begin, end, unroll=1):
+            after = self.add(total, splits[g], rows)
+            place += self.whole_blocks(after - total)
+            total = after
+            padded[g + 1] = place
+        if cute.arch.thread_idx()[0] == 0:
+            padded[0] = Int32(0)
+
+    def whole_blocks(self, size):
+        return (size + (BLOCK - 1)) // BLOCK * BLOCK
+
+    @cute.jit
+    def sum_below(self, mine, warp_totals, cap):
+        """The sum of `mine` over all threads before this one, capped."""
+        thread, _, _ = cute.arch.thread_idx()
+        lane, warp = thread % 32, thread // 32
         upto = mine
         for step in range_constexpr(5):
             below = cute.arch.shuffle_sync_up(upto, offset=1 << step)
             if lane >= 1 << step:
-                upto = self.add(upto, below, rows)
+                upto = self.add(upto, below, cap)
         if lane == 31:
             warp_totals[warp] = upto
         cute.arch.sync_threads()
@@ -164,12 +218,8 @@ class GroupOffsets:
             total = Int32(0)
         for other in range_constexpr(WARPS - 1):
             if other < warp:
-                total = self.add(total, warp_totals[other], rows)
-        for g in cutlass.range(begin, end, unroll=1):
-            total = self.add(total, splits[g], rows)
-            offsets[g + 1] = total
-        if thread == 0:
-            offsets[0] = Int32(0)
+                total = self.add(total, warp_totals[other], cap)
+        return total
 
     @cute.jit
     def clear(self, counters: cute.Tensor, thread):
@@ -177,19 +227,21 @@ class GroupOffsets:
             counters[thread] = Int32(0)
 
     @cute.jit
-    def add(self, total, size, rows):
-        """min(total + max(size, 0), rows); a size near the end of int64 does not wrap."""
-        size = cutlass.min(cutlass.max(Int64(size), Int64(0)), Int64(rows))
-        return Int32(cutlass.min(Int64(total) + size, Int64(rows)))
+    def add(self, total, size, cap):
+        """min(total + max(size, 0), cap); a size near the end of int64 does not wrap."""
+        size = cutlass.min(cutlass.max(Int64(size), Int64(0)), Int64(cap))
+        return Int32(cutlass.min(Int64(total) + size, Int64(cap)))
 
 
 def build_group_offsets(options):
-    """splits, offsets, counters (at most 256) or None, rows, stream."""
+    """splits, offsets, padded offsets or None, counters (at most 256) or None, rows, stream."""
     splits = make_fake_tensor(
         TYPES[options.index], (cute.sym_int(),), (cute.sym_int64(),), assumed_align=TYPES[options.index].width // 8
     )
-    offsets, counters = vector_of(Int32, cute.sym_int()), vector_of(Int32, cute.sym_int()) if options.counts else None
-    return GroupOffsets(options), (splits, offsets, counters, Int32(0), make_fake_stream())
+    padded = vector_of(Int32, cute.sym_int()) if options.padded else None
+    counters = vector_of(Int32, cute.sym_int()) if options.counts else None
+    offsets = vector_of(Int32, cute.sym_int())
+    return GroupOffsets(options), (splits, offsets, padded, counters, Int32(0), make_fake_stream())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ ROWWISE = (
     ColumnSumsOptions("float16", "float32", True),
     RowDotsOptions("bfloat16"),
     GroupOffsetsOptions("int64", counts=True),
+    GroupOffsetsOptions("int32", padded=True),
     DactOptions("bfloat16", Activation("swiglu"), "float32", True, alone=True),
     ColumnSumsOptions("bfloat16", "float32", True, alone=True),
     RowDotsOptions("bfloat16", alone=True),

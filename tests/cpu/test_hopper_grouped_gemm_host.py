@@ -168,7 +168,14 @@ def test_group_offsets_clear_at_most_256_counters(launched: list, monkeypatch: p
     sizes = torch.tensor([3, 0, 6])
     offsets, zeros = rowwise.group_offsets_and_counters(sizes, 11, 256)
     ((options, given),) = launched
-    assert options.counts and given[1] is offsets and given[2] is zeros and zeros.shape == (256,)
+    assert (
+        options.counts
+        and not options.padded
+        and given[1] is offsets
+        and given[2] is None
+        and given[3] is zeros
+        and zeros.shape == (256,)
+    )
     with pytest.raises(ValueError, match="group_offsets: counters is 257, needs at most 256"):
         rowwise.group_offsets_and_counters(sizes, 11, 257)
     assert len(launched) == 1

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import reference
+from cute_kernels import fp8_reference, reference
 from cute_kernels.activation import Activation
 from cute_kernels.catalog import SM90_ACTIVATIONS
 from cute_kernels.hopper.operands import MOST_ROWS
-from cute_kernels.hopper.rowwise import dact, group_offsets, grouped_dbias, grouped_dscale
+from cute_kernels.hopper.rowwise import dact, group_offsets, grouped_dbias, grouped_dscale, padded_group_offsets
 from tests.cases import OFF_TILE, SPLITS, TAIL, Splits
 from tests.compare import assert_as_accurate, assert_bitwise_equal
 
@@ -48,6 +48,17 @@ def test_offsets(dtype, groups):
     total = int(sizes.clamp(min=0).sum())
     for limit in (total, total + 7, total // 2, 0):
         assert_bitwise_equal(group_offsets(sizes, limit), reference.group_offsets(sizes, limit))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 33, 255, 257, 1024, 10_000])
+def test_padded_offsets(dtype, groups):
+    sizes = torch.randint(-3, 400, (groups,), device="cuda", dtype=dtype)
+    total = int(sizes.clamp(min=0).sum())
+    for limit in (total, total + 7, total // 2, 0):
+        got, want = padded_group_offsets(sizes, limit), fp8_reference.padded_group_offsets(sizes, limit)
+        for a, b in zip(got, want, strict=True):
+            assert_bitwise_equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

@@ -1,0 +1,60 @@
+"""Every kind of FP8 grouped product compiles for sm_90a without a GPU, spills nothing and keeps WGMMA asynchronous."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cute_kernels import launch
+from cute_kernels.activation import Activation
+from cute_kernels.hopper.fp8_configs import Options, choose
+from tests.cpu.test_compile_grouped_gemm import read
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile")
+
+MODULE = "cute_kernels.hopper.fp8_grouped_gemm_kernel"
+SWIGLU, GELU = Activation("swiglu"), Activation("gelu")
+CLAMPED = Activation("clamped_swiglu", 7.0, 1.702, 1.0)
+BOTH = {"rowwise": True, "columnwise": True, "factor": "float32"}
+EVERYTHING = {**BOTH, "has_bias": True, "keeps": True}
+GRADIENTS = {**BOTH, "has_dprobs": True, "has_dbias": True}
+
+
+def options(kind: str, columns: int = 1024, **facts) -> Options:
+    return Options(kind, choose(kind, columns), **facts)
+
+
+CASES = {
+    "store": options("store"),
+    "store_narrow_bias_scale": options("store", 2880, has_bias=True, factor="float32"),
+    "store_halves": options("store", 2880, halves=2),
+    "store_wide_halves": options("store", halves=2),
+    "act_swiglu": options("act", activation=SWIGLU, keeps=True, **BOTH),
+    "act_clamped_everything_straddling": options("act", activation=CLAMPED, straddles=True, **EVERYTHING),
+    "act_gelu_fp32_scales": options("act", activation=GELU, power_of_two=False, **EVERYTHING),
+    "act_srelu_rows": options("act", activation=Activation("srelu"), rowwise=True),
+    "dact_swiglu": options("dact", activation=SWIGLU, **BOTH),
+    "dact_clamped_everything": options("dact", activation=CLAMPED, **GRADIENTS),
+    "dact_margin": options("dact", activation=SWIGLU, alone=True, **GRADIENTS),
+    "dact_geglu_fp32_scales": options("dact", activation=Activation("geglu"), power_of_two=False, **GRADIENTS),
+    "dact_relu_columns": options("dact", activation=Activation("relu"), columnwise=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_without_spills_and_keeps_products_in_flight(case: str, tmp_path: Path) -> None:
+    compiled = launch.compile_only(MODULE, CASES[case], "sm_90a", f"--keep-ptx --keep-cubin --dump-dir {tmp_path}")
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.__cubin__)
+    usage = read("cuobjdump", ["--dump-resource-usage", str(cubin)])
+    assert set(re.findall(r"(?:STACK|LOCAL):(\d+)", usage)) == {"0"}, usage
+    sass = read("nvdisasm", ["-c", str(cubin)])
+    assert not re.findall(r"\b(?:LDL|STL)\b", sass)
+    chunks, halves = len(CASES[case].config.chunks), CASES[case].halves
+    waits = len(re.findall(r"wgmma\.wait_group", compiled.__ptx__))
+    assert waits == chunks * (3 if halves == 2 else 1)  # a second half's chunks are two products each
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == waits, "ptxas serialised the WGMMA pipeline (C75xx)"
+    products = len(re.findall(r"wgmma\.mma_async", compiled.__ptx__))
+    assert products == len(re.findall(r"\bQGMMA\b", sass)) == 4 * chunks * halves

@@ -1,0 +1,45 @@
+"""Configurations of the FP8 grouped products: pure functions, no GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_kernels.hopper.configs import SMEM_BYTES
+from cute_kernels.hopper.fp8_configs import Config, choose
+
+
+@pytest.mark.parametrize("kind", ["store", "act", "dact"])
+@pytest.mark.parametrize("columns", [16, 128, 768, 2880, 4096])
+def test_every_choice_runs(kind: str, columns: int) -> None:
+    config = choose(kind, columns)
+    assert config.refusals() == () and config.smem_bytes() <= SMEM_BYTES
+
+
+def test_products_take_the_tile_that_multiplies_fewer_zeros() -> None:
+    assert [choose("store", n).tile_n for n in (2048, 2880, 768, 192, 256)] == [256, 192, 256, 192, 256]
+
+
+def test_column_tiles_cover_all_columns() -> None:
+    act, dact = choose("act", 0), choose("dact", 0)
+    assert [act.column_tiles(2 * i, 2) for i in (64, 128, 192, 2880)] == [1, 1, 2, 23]
+    assert [act.column_tiles(n) for n in (64, 256, 320)] == [1, 1, 2]
+    assert [dact.column_tiles(i) for i in (64, 128, 2880)] == [1, 1, 23]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (Config(tile_n=64), "tile_n"),
+        (Config(chunks=(64, 64)), "chunks"),
+        (Config(stages=1), "stages"),
+        (Config(finishing_registers=72), "registers"),
+        (Config(stages=5), "shared memory"),
+    ],
+)
+def test_refusals_name_the_limit(config: Config, words: str) -> None:
+    assert any(words in text for text in config.refusals())
+
+
+def test_kinds() -> None:
+    with pytest.raises(ValueError, match="kind"):
+        choose("wgrad", 64)
