@@ -43,7 +43,7 @@ def as_data(
 ) -> list[dict[str, Any]]:
     """`Sequential.explain(as_data=True)`, and for each run at so many rows: "machine"; "launches" of each step
     (operations, bytes, the least seconds, see `patterns.work`); "kept": tensors that forward keeps for backward beside
-    parameters, with their bytes, None where an unfused op cannot be run without values.
+    parameters, with their bytes, None where an op cannot be run without values (unfused ones, another library's).
 
     target: an architecture by name. dtype: as under `torch.autocast` in it. recipe: as under `autocast(recipe=recipe)`.
     No GPU is needed. Errors: ValueError for an unknown target.
@@ -77,7 +77,8 @@ def as_data(
             ]
             for step in plan.steps
         ]
-        data["kept"] = _kept(group, target, rows, use)
+        rehearsed = all(bound.kernel.is_kept for step in plan.steps for bound in step.kernels)
+        data["kept"] = _kept(group, target, rows, use) if rehearsed else None
         found.append(data)
     return found
 

@@ -64,8 +64,9 @@ def _launches(run: Data) -> str:
     parts = []
     for name, backward in (("forward", False), ("backward", True)):
         some = [launch for launch in rows if launch["backward"] is backward]
-        total = sum(launch["seconds"] or 0.0 for launch in some)
-        parts.append(f"<h2>{name}: {len(some)} launches, at least {_time(total)} by the machine's limits</h2>")
+        times = [launch["seconds"] for launch in some]
+        total = None if None in times else sum(times)
+        parts.append(f"<h2>{name}: {len(some)} launches, by the machine's limits at least {_time(total)}</h2>")
         parts.append(
             _table(
                 ("kernel", "for", ".operations", ".bytes", ".at least", "", "bound by"),
@@ -89,7 +90,7 @@ def _launches(run: Data) -> str:
 def _kept(run: Data) -> str:
     kept = run["kept"]
     if kept is None:
-        return '<h2>kept for backward</h2><p class="dim">not known: an unfused op here needs values to run</p>'
+        return '<h2>kept for backward</h2><p class="dim">not known: an op here needs values, or its own machine, to run</p>'
     total = sum(one["bytes"] for one in kept)
     rows = ((one["what"], " x ".join(map(str, one["shape"])), one["dtype"], _number(one["bytes"], "B", 1024.0))
             for one in sorted(kept, key=lambda one: -one["bytes"]))  # fmt: skip
@@ -130,7 +131,7 @@ def _number(value: float | None, unit: str, step: float) -> str:
 
 def _time(seconds: float | None) -> str:
     if seconds is None:
-        return "not known"
+        return "unknown"
     return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 

@@ -75,6 +75,11 @@ def _product(s: _Sizes) -> tuple[float, float]:
     return 2.0 * s.T * s.K * s.N, 2.0 * (s.T * (s.K + s.N) + s.G * s.K * s.N)
 
 
+def _product_and_gradient(s: _Sizes) -> tuple[float, float]:
+    """dy [T, H] and the pre-activation in, its gradient and the activation [T, I] out."""
+    return 2.0 * s.T * s.H * s.I, 2.0 * (s.T * (s.H + s.I * (2 * s.halves + 1)) + s.G * s.H * s.I)
+
+
 def _scaled(elements: float) -> float:
     """Bytes of E4M3 with a scale of 4 bytes for 128 of them."""
     return elements * (1 + 4 / 128)
@@ -87,10 +92,7 @@ _WORK: Mapping[str, Callable[[_Sizes], tuple[float, float]]] = {
     "grouped_gemm_dgrad": _product,
     "grouped_wgrad": _product,
     "grouped_gemm_act": lambda s: (_product(s)[0], _product(s)[1] + 2.0 * s.T * s.I),
-    "grouped_gemm_dact": lambda s: (
-        2.0 * s.T * s.H * s.I,
-        2.0 * (s.T * (s.H + s.I * (2 * s.halves + 1)) + s.G * s.H * s.I),
-    ),
+    "grouped_gemm_dact": _product_and_gradient,
     "dact": lambda s: (0.0, 2.0 * s.T * s.I * (1 + 2 * s.halves)),
     "grouped_dbias": lambda s: (0.0, 2.0 * s.T * s.N),
     "grouped_dscale": lambda s: (0.0, 2.0 * (s.T + s.G) * s.N),
@@ -106,6 +108,13 @@ _WORK: Mapping[str, Callable[[_Sizes], tuple[float, float]]] = {
         _scaled(s.T * s.H) + s.G * s.H * s.I + s.T * s.I * s.halves * 2.0 + 2 * _scaled(s.T * s.I * s.halves),
     ),
     "fp8_grouped_wgrad": lambda s: (2.0 * s.T * s.K * s.N, _scaled(s.T * (s.K + s.N)) + 2.0 * s.G * s.K * s.N),
+    "cudnn_gemm": _product,
+    "cudnn_wgrad": _product,
+    "cudnn_glu": lambda s: (
+        2.0 * s.T * s.K * s.I * s.halves,
+        2.0 * (s.T * (s.K + s.I * (s.halves + 1)) + s.G * s.K * s.I * s.halves),
+    ),
+    "cudnn_dglu": _product_and_gradient,
 }
 """Kernel -> (operations, bytes) of a launch. Those that it does not list are not known."""
 
