@@ -90,7 +90,8 @@ def _launches(run: Data) -> str:
 def _kept(run: Data) -> str:
     kept = run["kept"]
     if kept is None:
-        return '<h2>kept for backward</h2><p class="dim">not known: an op here needs values, or its own machine, to run</p>'
+        why = "not known: an op here needs values, or its own machine, to run"
+        return f'<h2>kept for backward</h2><p class="dim">{why}</p>'
     total = sum(one["bytes"] for one in kept)
     rows = ((one["what"], " x ".join(map(str, one["shape"])), one["dtype"], _number(one["bytes"], "B", 1024.0))
             for one in sorted(kept, key=lambda one: -one["bytes"]))  # fmt: skip
