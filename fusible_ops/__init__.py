@@ -36,6 +36,12 @@ from fusible_ops.autocast_mode import (
     quantized_model_init,
 )
 from fusible_ops.basic.grouped_linear import is_op_fuser_grouped_tensor_path_supported
+from fusible_ops.extra_tensors import AddExtraInput, MakeExtraOutput
+from fusible_ops.fusions import (
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
 from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.linear import BasicLinear, Bias, Linear
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
@@ -68,6 +74,7 @@ __all__ = [
     "GLU",
     "QGEGLU",
     "QGELU",
+    "AddExtraInput",
     "BasicLinear",
     "BasicOperation",
     "Bias",
@@ -86,6 +93,7 @@ __all__ = [
     "Identity",
     "Linear",
     "MXFP8BlockScaling",
+    "MakeExtraOutput",
     "NVFP4BlockScaling",
     "OperationContext",
     "QGeGLU",
@@ -117,5 +125,8 @@ __all__ = [
     "is_nvfp4_available",
     "is_op_fuser_grouped_tensor_path_supported",
     "quantized_model_init",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
     "use_kernels",
 ]

@@ -172,7 +172,7 @@ class ScaledActivation(ActivationOperation):
     activation_recompute_in_mlp = False
     num_extra_inputs = 1
 
-    def check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], owner: str) -> None:
+    def check_call(self, x: Tensor | None, extra_inputs: Sequence[Tensor], owner: str) -> None:
         checks.row_scales(owner, "scales", extra_inputs[0], x)
 
     def fuser_forward(

@@ -44,7 +44,7 @@ class Call:
         fuser: OperationFuser,
         route: Route,
         held: list[Held],
-        extra_inputs: Sequence[Sequence[Tensor]],
+        extra_inputs: Sequence[Sequence[Any]],
         kwargs: Sequence[dict[str, Any]],
     ) -> None:
         self.fuser, self.route = fuser, route
@@ -52,8 +52,8 @@ class Call:
         self.contexts: list[OperationContext] = []
         self.trail_offsets: Tensor | None = None
 
-    def forward(self, x: Tensor, needs: tuple[bool, ...], recorded: bool) -> Tensor:
-        """needs, recorded: as `OperationFuser.context_kinds`."""
+    def begin(self, x: Tensor, needs: tuple[bool, ...], recorded: bool) -> None:
+        """Make the contexts. needs, recorded: as `OperationFuser.context_kinds`."""
         fuser, route = self.fuser, self.route
         made = route.contexts.get((needs, recorded))
         if made is None:
@@ -67,9 +67,14 @@ class Call:
             if source is not None:
                 ctx.split_sizes = self._splits(source)
             contexts.append(ctx)
+
+    def forward(self, x: Tensor, needs: tuple[bool, ...], recorded: bool) -> Any:
+        """needs, recorded: as `OperationFuser.context_kinds`."""
+        self.begin(x, needs, recorded)
+        fuser, contexts = self.fuser, self.contexts
         if fuser.lead is not None:
-            x = _tokens_only(x, _offsets(self._splits(fuser.lead), x))
-        for step in route.steps:
+            x = tokens_only(x, offsets_in(self._splits(fuser.lead), x))
+        for step in self.route.steps:
             span = step.span
             with shown(step.name, "forward"):
                 x, _ = step.op.fuser_forward(
@@ -81,8 +86,8 @@ class Call:
                     basic_op_kwargs=self.kwargs[span],
                 )
         if fuser.trail is not None:
-            self.trail_offsets = _offsets(self._splits(fuser.trail), x)
-            x = _tokens_only(x, self.trail_offsets)
+            self.trail_offsets = offsets_in(self._splits(fuser.trail), x)
+            x = tokens_only(x, self.trail_offsets)
         return x
 
     def _splits(self, index: int) -> Tensor:
@@ -108,17 +113,22 @@ class Call:
             if ctx.unchanged is not None:
                 ctx.unchanged.check(ctx.owner)
 
-    def backward(self, saved: list[Tensor | None], grad: Tensor | None) -> list[Tensor | None]:
-        """Gradients of (x, all parameters, all extra inputs). `saved` is emptied: the ops let go of what they used."""
+    def restore(self, saved: list[Tensor | None], grad: Tensor | None) -> Tensor | None:
+        """Give the contexts what was kept, and empty `saved`. The gradient, zero in rows of no group."""
         contexts, kernels = self.contexts, None
         if grad is not None:
             kernels = backward_kernels(self.kernels, grad, self.route.plain and are_plain((grad, *saved)))
-            grad = _tokens_only(grad, saved[0])
+            grad = tokens_only(grad, saved[0])
         at = 1
         for ctx, count in zip(contexts, self.counts, strict=True):
             ctx.kernels, ctx.saved_tensors = kernels, tuple(saved[at : at + count])
             at += count
         saved.clear()
+        return grad
+
+    def backward(self, saved: list[Tensor | None], grad: Tensor | None) -> list[Tensor | None]:
+        """Gradients of (x, all parameters, all extra inputs). `saved` is emptied: the ops let go of what they used."""
+        contexts, grad = self.contexts, self.restore(saved, grad)
         param_grads: list[Sequence[Tensor | None] | None] = [None] * len(contexts)
         extra_grads: list[Sequence[Tensor | None] | None] = [None] * len(contexts)
         for step in reversed(self.route.steps):
@@ -132,24 +142,34 @@ class Call:
                 )
             for ctx in own:
                 ctx.saved_tensors = ()
+        return self.flat(grad, param_grads, extra_grads)
+
+    def flat(
+        self,
+        grad: Tensor | None,
+        param_grads: Sequence[Sequence[Tensor | None] | None],
+        extra_grads: Sequence[Sequence[Tensor | None] | None],
+    ) -> list[Tensor | None]:
+        """The gradient of x, then of all parameters, then of all extra inputs."""
         result = [grad]
-        for grads, ctx in zip(param_grads, contexts, strict=True):
+        for grads, ctx in zip(param_grads, self.contexts, strict=True):
             grads = [None] * len(ctx.wants) if grads is None else grads
             if len(grads) != len(ctx.wants):
                 raise RuntimeError(
                     f"an op returned {len(grads)} parameter gradients, but it has {len(ctx.wants)} parameters"
                 )
             result += grads
-        for grads, ctx in zip(extra_grads, contexts, strict=True):
+        for grads, ctx in zip(extra_grads, self.contexts, strict=True):
             result += [None] * len(ctx.extra_wants) if grads is None else grads
         return result
 
 
-def _offsets(split_sizes: Tensor, x: Tensor) -> Tensor:
+def offsets_in(split_sizes: Tensor, x: Tensor) -> Tensor:
+    """The offsets of groups in the rows of x."""
     return reference.group_offsets(split_sizes, rows_of(x))
 
 
-def _tokens_only(t: Tensor, offsets: Tensor | None) -> Tensor:
+def tokens_only(t: Tensor, offsets: Tensor | None) -> Tensor:
     """t [..., C] with the rows past the last group exactly zero; t itself if there are no groups."""
     if offsets is None or t.dim() == 0 or (rows := rows_of(t)) == 0:
         return t
@@ -205,7 +225,7 @@ class _Run(torch.autograd.Function):
     """A `Call` as one autograd node. Arguments after `call`: all parameters, then all extra inputs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Call, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, call: Call, *tensors: Tensor) -> Any:
         y = owned(call.forward(x, ctx.needs_input_grad, True), x)
         ctx.call = call
         ctx.save_for_backward(*call.take_saved())

@@ -80,12 +80,16 @@ def split_sizes(owner: str, splits: Tensor, num_groups: int, device: torch.devic
     same_device(owner, "split_sizes", splits, device)
 
 
-def row_scales(owner: str, what: str, scales: Tensor, x: Tensor) -> None:
-    """Unless `scales` holds one float for each row of x, on x's device: TypeError (dtype) or ValueError (the rest)."""
+def row_scales(owner: str, what: str, scales: Tensor, x: Tensor | None) -> None:
+    """Unless `scales` holds one float for each row of x (if known), on x's device: TypeError (dtype) or ValueError
+    (the rest).
+    """
     if not isinstance(scales, Tensor) or scales.dtype not in FLOAT_DTYPES:
         raise TypeError(
             f"{owner}: {what} must be a float tensor, got {getattr(scales, 'dtype', type(scales).__name__)}"
         )
+    if x is None:
+        return
     rows = rows_of(x)
     if scales.numel() != rows:
         raise ValueError(

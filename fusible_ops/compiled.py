@@ -32,17 +32,21 @@ def forward(sequential: Sequential, x: Tensor, extra_inputs: Sequence[Tensor], o
     if op_kwargs or current_recipe() is not None or any(_acts_beside(op) for _, ops in runs for op in ops):
         return _outside(sequential, x, *extra_inputs, op_kwargs=op_kwargs)
     at = 0
+    extra_outputs: list[Tensor] = []
     for index, (module, ops) in enumerate(runs):
         if module is not None:
             x = module(x)
             continue
-        count = sum([op.num_extra_inputs for op in ops])
+        count = sum([op._extra_input_channels.count(None) for op in ops])
         parameters = [p for op in ops for p in op.parameters()]
         x = run(sequential.graph_name, index, x, list(extra_inputs[at : at + count]), parameters)
         at += count
+        if any([any(op._extra_output_to_caller) for op in ops]):
+            x, *more = x
+            extra_outputs += more
     if at != len(extra_inputs):
         raise ValueError(f"Expected {at} extra inputs but got {len(extra_inputs)}")
-    return x
+    return (x, *extra_outputs) if extra_outputs else x
 
 
 def _runs(sequential: Sequential) -> list[tuple[nn.Module | None, list[BasicOperation]]]:

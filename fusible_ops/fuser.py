@@ -7,29 +7,27 @@ Forward and backward walk over steps: an unfused basic op, or a fused operation 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
-import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from cute_kernels.facts import WITHOUT_MEMORY, facts
-from cute_kernels.limits import dtype_name
 from cute_kernels.ops import are_plain, formulas
 from cute_kernels.scheduling import ALONE, Sharing
 from cute_kernels.target import Target
 from fusible_ops.autocast_mode import current_recipe
 from fusible_ops.call import Call, autocast_dtype_on, owned, record, without_autocast
-from fusible_ops.op import FusedOperation, FusibleOperation, OperationContext, Shortcut
+from fusible_ops.channels import Routing
+from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, Shortcut
 from fusible_ops.parameters import Held
+from fusible_ops.planning import described, planned_steps, titled
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.recipe import Float8BlockScaling, Recipe
 from fusible_ops.route import Route, Step
-from patterns import RULES, Chain, Plan, Rule, explain, plan
+from patterns import RULES, Plan, Rule, plan
 from patterns.break_even import least_rows, linears_of
 
 ON_UNFUSED = ("allow", "warn", "error")
@@ -74,17 +72,14 @@ class OperationFuser:
         self.on_unfused = on_unfused
         self.sharing = ALONE if sharing == ALONE else sharing
         self.basic_ops = [part for op in self.ops for part in op.fusible_parts()]
-        self.num_extra_inputs = sum(op.num_extra_inputs for op in self.basic_ops)
+        self.routing = Routing(self.basic_ops)
+        self.num_extra_inputs = len(self.routing.public_inputs)
+        self.num_extra_outputs = len(self.routing.public_outputs)
         self._linears = [op for op in self.basic_ops if op.weight_dtype is not None]
-        self._titles = [
-            f"{type(op).__name__} {op.name or name}".rstrip() for name, op in zip(self.names, self.ops, strict=True)
-        ]
+        self._titles = titled(self.ops, self.names)
         owners = [title for title, op in zip(self._titles, self.ops, strict=True) for _ in op.fusible_parts()]
         self.named = list(zip(self.basic_ops, owners, strict=True))
         """Each basic op with what errors call it."""
-        for op in self.basic_ops:
-            if op.num_extra_outputs:
-                raise NotImplementedError(f"{type(op).__name__} has extra outputs, which are not supported")
         grouped = [i for i, op in enumerate(self.basic_ops) if op.split_sizes_slot is not None]
         after = self.basic_ops[grouped[-1] + 1 :] if grouped else []
         self.lead = grouped[0] if grouped and grouped[0] > 0 else None
@@ -93,13 +88,13 @@ class OperationFuser:
         """The last grouped linear, if ops after it would put values into rows of no group."""
         self.split_sources = [max((g for g in grouped if g < i), default=self.lead) for i in range(len(self.basic_ops))]
         """For each basic op the grouped linear whose splits say which of its rows are tokens, if there is one."""
-        ends = list(itertools.accumulate((op.num_extra_inputs for op in self.basic_ops), initial=0))
+        ends = list(itertools.accumulate((own.count(None) for own in self.routing.sources), initial=0))
         self._extra_spans = [slice(*ends_of_op) for ends_of_op in itertools.pairwise(ends)]
         self._routes: dict[Any, Route] = {}
         self._recent: list[Route] = []
         self._shortcuts: list[Shortcut] = []
         self._context_kinds: dict[Any, list[type[OperationContext]]] = {}
-        self._steps: dict[Any, list[Step]] = {}
+        self._steps: dict[Any, tuple[Sequence[Step], Sequence[Step]]] = {}
         self._least_rows: dict[Any, int | None] = {}
         self._check_widths()
 
@@ -122,55 +117,16 @@ class OperationFuser:
         """What runs what on `target`. autocast_dtype: as under `torch.autocast`; None: as the weights are. recipe: the
         quantisation recipe.
         """
-        own = self._linears[0].weight_dtype if self._linears else None
-        dtype = autocast_dtype or own or torch.get_default_dtype()
-        specs = [replace(op.describe(), name=op.name or name) for name, op in zip(self.names, self.ops, strict=True)]
-        described = None if recipe is None else recipe.describe()
-        chain = Chain(tuple(specs), dtype_name(dtype), described, autocast=autocast_dtype is not None)
-        return plan(chain, target, self.rules)
+        return plan(described(self.ops, self.names, autocast_dtype, recipe), target, self.rules)
 
-    def _build_steps(
-        self, device: torch.device, autocast_dtype: torch.dtype | None, recipe: Recipe | None
-    ) -> list[Step]:
-        made = self.plan(Target.of(device), autocast_dtype, recipe)
-        if made.unfused and self.on_unfused != "allow":
-            text = explain(made)
-            if self.on_unfused == "error":
-                raise RuntimeError(f"some ops run unfused, and on_unfused='error':\n{text}")
-            warnings.warn(f"some ops run unfused:\n{text}", stacklevel=7)  # the caller of the module
-        steps: list[Step] = []
-        at = 0
-        for planned in made.steps:
-            parts = [part for op in self.ops[planned.start : planned.stop] for part in op.fusible_parts()]
-            if planned.rule is not None:
-                name = f"{planned.rule.name} ({', '.join(self._titles[planned.start : planned.stop])})"
-                steps.append(Step(_load(planned.rule.program)(parts), slice(at, at + len(parts)), name))
-            else:
-                steps += self._unfused(planned.start, planned.stop, at, recipe)
-            at += len(parts)
-        if recipe is None:
-            return steps
-        before = [None, *[step.op.grad_output_format(recipe) for step in steps]]
-        after = [*[step.op.input_format(recipe) for step in steps[1:]], None]
-        return [replace(step, before=b, after=a) for step, b, a in zip(steps, before, after, strict=False)]
-
-    def _unfused(self, start: int, stop: int, at: int, recipe: Recipe | None) -> list[Step]:
-        """Steps of ops `start` to `stop`, the first of which is basic op `at`."""
-        steps = []
-        for op, title in zip(self.ops[start:stop], self._titles[start:stop], strict=True):
-            quantizes = recipe is not None and op.quantized_program
-            for runner in [_load(op.quantized_program)(op.fusible_parts())] if quantizes else op.unfused_steps():
-                count = len(runner.fusible_parts())
-                steps.append(Step(runner, slice(at, at + count), f"unfused {title}"))
-                at += count
-        return steps
-
-    def steps(self, x: Tensor, autocast_dtype: torch.dtype | None, recipe: Recipe | None) -> list[Step]:
-        """The steps for an input like x; planned when first asked."""
+    def steps(
+        self, x: Tensor, autocast_dtype: torch.dtype | None, recipe: Recipe | None
+    ) -> tuple[Sequence[Step], Sequence[Step]]:
+        """The steps for an input like x, forward and backward; planned when first asked."""
         key = (x.device, autocast_dtype, recipe, *[op.weight_dtype for op in self._linears])
         steps = self._steps.get(key)
         if steps is None:
-            steps = self._steps[key] = self._build_steps(x.device, autocast_dtype, recipe)
+            steps = self._steps[key] = planned_steps(self, x.device, autocast_dtype, recipe)
         return steps
 
     def least_rows(self, target: Target, autocast_dtype: torch.dtype | None = None) -> int | None:
@@ -191,11 +147,34 @@ class OperationFuser:
         least = self.least_rows(Target.of(x.device), autocast_dtype)
         return AUTOMATIC if least is not None and x.shape[:-1].numel() >= least else None
 
+    # What Transformer Engine calls these, for those who look.
+
+    @property
+    def _basic_ops(self) -> list[BasicOperation]:
+        return self.basic_ops
+
+    @property
+    def _basic_op_extra_input_sources(self) -> list[list[tuple[int, int] | None]]:
+        return self.routing.sources
+
+    @property
+    def _forward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
+        return self._placed(0)
+
+    @property
+    def _backward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
+        return self._placed(1)
+
+    def _placed(self, direction: int) -> list[tuple[FusibleOperation, list[int]]]:
+        """(op, its basic ops) of the steps planned last."""
+        steps = list(self._steps.values())[-1][direction]
+        return [(step.op, list(range(step.span.start, step.span.stop))) for step in steps]
+
     # -- running ---------------------------------------------------------------------------------------------------
 
     def __call__(
         self, x: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Sequence[dict[str, Any]] | None = None
-    ) -> Tensor:
+    ) -> Any:
         if torch._C._are_functorch_transforms_active():
             _refuse_transforms()
         active = current_recipe()
@@ -217,7 +196,9 @@ class OperationFuser:
                 break
         else:
             route = self._route(*tensors, extras, basic_op_kwargs, autocast_dtype, recipe)
-        call = Call(self, route, held, extras, basic_op_kwargs or [{} for _ in held])
+        if basic_op_kwargs or route.is_full:
+            return self._call_fully(x, extra_inputs, parameters, held, route, basic_op_kwargs)
+        call = Call(self, route, held, extras, [{} for _ in held])
         records = torch.is_grad_enabled()
         with without_autocast(x.device, autocast_dtype):
             if records:
@@ -230,12 +211,39 @@ class OperationFuser:
             self._shorten(route, call.contexts, x, extra_inputs)
         return y
 
+    def _call_fully(
+        self,
+        x: Tensor,
+        extra_inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        held: list[Held],
+        route: Route,
+        kwargs: Sequence[dict[str, Any]] | None,
+    ) -> Any:
+        """A call with more than extra inputs: y, or (y, *extra outputs)."""
+        from fusible_ops.full_call import FullCall, record_fully, separate
+
+        call = FullCall(self, route, held, self.routing.placed(extra_inputs), kwargs or [{} for _ in held])
+        with without_autocast(x.device, route.autocast_dtype):
+            if torch.is_grad_enabled():
+                results = record_fully(x, call, *parameters, *extra_inputs)
+            else:
+                needs = (False, False, *[p.requires_grad for p in parameters], *[False] * len(extra_inputs))
+                results = separate(call.forward(x, needs, False), x, call)
+        return results[0] if len(results) == 1 else tuple(results)
+
     def _shorten(
         self, route: Route, ctxs: Sequence[OperationContext], x: Tensor, extra_inputs: Sequence[Tensor]
     ) -> None:
         """Have a shortcut for calls like this one, which has run, if there is one."""
         step, *others = route.steps
-        if others or not isinstance(step.op, FusedOperation) or route.autocast_dtype or route.recipe:
+        if (
+            others
+            or not self.routing.is_plain
+            or not isinstance(step.op, FusedOperation)
+            or route.autocast_dtype
+            or route.recipe
+        ):
             return
         made = step.op.shortcut(ctxs, x, extra_inputs, self.sharing, step.name)
         if made is not None:
@@ -268,11 +276,15 @@ class OperationFuser:
             self._recent = [route, *[other for other in self._recent if other is not route]][:MOST_RECENT]
             return route
         self._check_call(x, extra_inputs, basic_op_kwargs)
+        has_rows: Tensor | None = x
         for (op, owner), given in zip(self.named, extras, strict=True):
-            op.check_call(x, given, owner)
+            if len(given) == op.num_extra_inputs:  # else a channel gives some of them
+                op.check_call(has_rows, given, owner)
+            has_rows = has_rows if op.keeps_rows else None
         plain = are_plain((x, *extra_inputs)) and are_plain(parameters)
-        keeps_plans = kind is not None and all(own.is_packed for own in held)
+        keeps_plans = kind is not None and self.routing.is_plain and all(own.is_packed for own in held)
         route = Route(self.steps(x, autocast_dtype, recipe), autocast_dtype, recipe, plain, keeps_plans)
+        route.is_full = not self.routing.is_plain or route.steps is not route.backward_steps
         if kind is not None and not basic_op_kwargs:
             if len(self._routes) >= MOST_ROUTES:
                 self._routes.clear()
@@ -296,12 +308,13 @@ class OperationFuser:
     ) -> list[type[OperationContext]]:
         flags = iter(needs[2:])
         wants = [tuple(itertools.islice(flags, len(own.parameters))) for own in held]
-        extra_wants = [tuple(itertools.islice(flags, op.num_extra_inputs)) for op in self.basic_ops]
+        public_wants = [tuple(itertools.islice(flags, own.count(None))) for own in self.routing.sources]
         for (op, owner), own, wanted in zip(self.named, held, wants, strict=True):
             op.check_wants(own, wanted, owner)
-        flows = [any(a) or any(b) for a, b in zip(wants, extra_wants, strict=True)]
+        flows = [any(a) or any(b) for a, b in zip(wants, public_wants, strict=True)]
         first = 0 if needs[0] else flows.index(True) if True in flows else len(flows)
         first = first if recorded else len(flows)
+        extra_wants = self.routing.wants(public_wants, first)
         return [
             OperationContext.kind(
                 requires_grad=i >= first,
@@ -326,9 +339,3 @@ class OperationFuser:
         for (op, owner), given in zip(self.named, kwargs or (), strict=bool(kwargs)):
             if op.known_kwargs is not None and (unknown := set(given) - set(op.known_kwargs)):
                 raise TypeError(f"{owner} takes no keyword argument {sorted(unknown)[0]!r}")
-
-
-def _load(program: str) -> type[FusedOperation]:
-    """The fused operation with the dotted name "package.module:Class"."""
-    module, _, name = program.partition(":")
-    return getattr(importlib.import_module(module), name)

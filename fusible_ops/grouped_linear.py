@@ -40,11 +40,15 @@ class GroupedLinear(BasicOperation):
     and shaped [K, N] (a single one [G, K, N]), as Hugging Face's GPT-OSS has them. delay_wgrad_compute: weight
     gradients wait for `backward_dw()`. rng_state_tracker_function: its `.fork()` surrounds the initialisation.
 
-    Errors: ValueError for sizes <= 0, a wrong split count, last dimension or device; TypeError for wrong dtypes.
+    Keyword arguments (`op_kwargs`): output, grad_input: buffers of the caller's for the output and for the input's
+    gradient, of exactly their shape, dtype and device.
+
+    Errors: ValueError for sizes <= 0, a wrong buffer, a wrong split count, last dimension or device; TypeError
+    for wrong dtypes.
     Source: the interface is that of transformer_engine.pytorch.ops.GroupedLinear (2.20).
     """
 
-    known_kwargs = ()
+    known_kwargs = ("output", "grad_input")
     split_sizes_slot = 0
     quantized_program = "fusible_ops.quantized_linear:QuantizedLinear"
 
@@ -253,7 +257,7 @@ class GroupedLinear(BasicOperation):
         checks.last_dimension(owner, x, self.in_features)
         checks.same_device(owner, "the input", x, self.first_weight.device)
 
-    def check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], owner: str) -> None:
+    def check_call(self, x: Tensor | None, extra_inputs: Sequence[Tensor], owner: str) -> None:
         checks.split_sizes(owner, extra_inputs[0], self.num_groups, self.first_weight.device)
         if self.scale_bias:
             checks.row_scales(owner, "scales", extra_inputs[1], x)

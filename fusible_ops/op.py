@@ -19,6 +19,7 @@ from cute_kernels.quantization.formats import Format
 from cute_kernels.quantization.random_bits import random_state
 from cute_kernels.scheduling import Sharing
 from fusible_ops import autocast_mode
+from fusible_ops.channels import ChannelEnds
 from fusible_ops.delayed_scaling import DelayedScales, loaded_scales, saved_scales
 from fusible_ops.parameters import NOTHING_HELD, Held, Packing, Unchanged, parameters_of
 from fusible_ops.quantizer import Quantizer
@@ -135,7 +136,7 @@ class FusibleOperation(nn.Module):
         return OperationFuser([self])(input_, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
 
 
-class BasicOperation(FusibleOperation):
+class BasicOperation(FusibleOperation, ChannelEnds):
     """One op. Class attribute `num_extra_inputs`: how many tensors it takes besides its input.
 
     `state_dict` has an `_extra_state` entry for every basic op, as Transformer Engine's has: the scales of delayed
@@ -147,9 +148,9 @@ class BasicOperation(FusibleOperation):
     """
 
     num_extra_inputs: int = 0
-    num_extra_outputs: int = 0
     known_kwargs: tuple[str, ...] | None = None  # names that `op_kwargs` may hold; None: the op checks them itself
     keeps_zero_rows: bool = False  # rows of zeros stay zero, and their gradients reach no parameter
+    keeps_rows: bool = True  # its output has the rows of its input
     split_sizes_slot: int | None = (
         None  # which extra input says how many rows each group has; None: rows have no groups
     )
@@ -158,6 +159,7 @@ class BasicOperation(FusibleOperation):
 
     def __init__(self) -> None:
         super().__init__()
+        self.open_channels()
         self._scales: dict[str, DelayedScales] = {}
 
     def fusible_parts(self) -> list[BasicOperation]:
@@ -175,11 +177,12 @@ class BasicOperation(FusibleOperation):
         """The parameters as they are now, asked for every call. owner: how errors call this op."""
         return Held(parameters_of(self)) if self._parameters or self._modules else NOTHING_HELD
 
-    def check_call(self, x: Tensor, extra_inputs: Sequence[Tensor], owner: str) -> None:
+    def check_call(self, x: Tensor | None, extra_inputs: Sequence[Tensor], owner: str) -> None:
         """Raise for extra inputs that this op cannot take; called for all ops before any runs.
 
-        x: the input of the run, which has the rows. owner: how the error calls this op. It may read facts of tensors
-        (`cute_kernels.facts`), of parameters too: for the same ones it is not asked again.
+        x: the input of the run, which has the rows; None after an op that changes them. owner: how the error calls this
+        op. It may read facts of tensors (`cute_kernels.facts`), of parameters too: for the same ones it is not asked
+        again.
         """
 
     def check_parameters(self, held: Held, owner: str) -> None:

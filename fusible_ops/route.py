@@ -32,20 +32,24 @@ class Step:
 class Route:
     """What calls with the same facts of all tensors, which require gradients alike, have in common.
 
-    steps: what runs. autocast_dtype, recipe: those that are active. plain: all tensors are (`ops.are_plain`).
+    steps, backward_steps: what runs forward, backward. autocast_dtype, recipe: those that are active. plain: all
+    tensors are (`ops.are_plain`).
     keeps_plans: those facts say all about operands, so plans may be kept.
     """
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        steps: tuple[Sequence[Step], Sequence[Step]],
         autocast_dtype: torch.dtype | None,
         recipe: Recipe | None,
         plain: bool,
         keeps_plans: bool,
     ) -> None:
-        self.steps, self.autocast_dtype, self.recipe = steps, autocast_dtype, recipe
+        self.steps, self.backward_steps = steps
+        self.autocast_dtype, self.recipe = autocast_dtype, recipe
         self.plain, self.keeps_plans = plain, keeps_plans
+        self.is_full = False
+        """Whether calls have more than extra inputs of the caller's (`full_call.FullCall`)."""
         self.contexts: dict[Any, list[tuple[type[OperationContext], Plans]]] = {}
         """For each pattern of wanted gradients (see `OperationFuser.context_kinds`): of each basic op the kind of its
         context, and its plans.

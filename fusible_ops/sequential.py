@@ -214,7 +214,7 @@ class Sequential(nn.Module):
 
     def forward(
         self, x: Tensor, *extra_inputs: Tensor, op_kwargs: Mapping[int | nn.Module, dict[str, Any]] | None = None
-    ) -> Tensor:
+    ) -> Any:
         if torch.compiler.is_dynamo_compiling():
             from fusible_ops import compiled
 
@@ -225,6 +225,7 @@ class Sequential(nn.Module):
             raise ValueError(f"{counts}; {self._slots()}")
         kwargs = self._resolve_kwargs(op_kwargs) if op_kwargs else {}
         at = 0
+        extra_outputs: list[Tensor] = []
         for group in groups:
             if not isinstance(group, OperationFuser):
                 x = group(x)
@@ -233,7 +234,10 @@ class Sequential(nn.Module):
             at += group.num_extra_inputs
             own = [kwargs.get(op, {}) for op in group.basic_ops] if kwargs else None
             x = group(x, *given, basic_op_kwargs=own)
-        return x
+            if group.num_extra_outputs:
+                x, *more = x
+                extra_outputs += more
+        return (x, *extra_outputs) if extra_outputs else x
 
     def _slots(self) -> str:
         """Which op takes how many extra inputs, in words."""

@@ -139,6 +139,7 @@ class Reshape(BasicOperation):
 
     known_kwargs = ()
     keeps_zero_rows = True
+    keeps_rows = False
 
     def __init__(self, shape: Iterable[int]) -> None:
         super().__init__()

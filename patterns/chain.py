@@ -46,6 +46,8 @@ TITLES: Mapping[str, str] = {
     "identity": "Identity",
     "reshape": "Reshape",
     "dropout": "Dropout",
+    "make_extra_output": "MakeExtraOutput",
+    "add_extra_input": "AddExtraInput",
 }
 LINEAR_KINDS = ("grouped_linear", "linear", "basic_linear")
 

@@ -17,6 +17,7 @@ from fusible_ops.activations import (
 )
 from fusible_ops.basic import grouped_linear
 from fusible_ops.basic.grouped_linear import GroupedLinear, is_op_fuser_grouped_tensor_path_supported
+from fusible_ops.extra_tensors import AddExtraInput, MakeExtraOutput
 from fusible_ops.linear import BasicLinear, Bias
 from fusible_ops.scaled_activations import (
     ScaledClampedQGeGLU,
@@ -33,6 +34,7 @@ __all__ = [
     "GLU",
     "QGEGLU",
     "QGELU",
+    "AddExtraInput",
     "BasicLinear",
     "Bias",
     "ClampedSwiGLU",
@@ -40,6 +42,7 @@ __all__ = [
     "Dropout",
     "GroupedLinear",
     "Identity",
+    "MakeExtraOutput",
     "Quantize",
     "ReGLU",
     "ReLU",

@@ -7,11 +7,12 @@ import torch
 from cute_kernels.limits import dtype_name
 from cute_kernels.target import Target
 from fusible_ops import checks
+from fusible_ops.full_call import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY
 from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.recipe import Recipe
 from patterns import Chain, OpSpec, plan
 
-__all__ = ["GroupedLinear", "is_op_fuser_grouped_tensor_path_supported"]
+__all__ = ["GRAD_INPUT_BUFFER_KEY", "OUTPUT_BUFFER_KEY", "GroupedLinear", "is_op_fuser_grouped_tensor_path_supported"]
 
 
 def is_op_fuser_grouped_tensor_path_supported(recipe: Recipe | None, dtype: torch.dtype) -> bool:

@@ -85,3 +85,9 @@ def test_constants_are_shown_and_described() -> None:
     op = ops.ScaledSiTUGLU(beta1=3)
     assert "beta1=3.0, beta2=25.0" in repr(op)
     assert op.describe().facts["beta1"] == 3.0 and op.describe().facts["clamp_scale"] is None
+
+
+def test_scales_belong_to_the_rows_after_a_reshape() -> None:
+    model = ops.Sequential(ops.Reshape((-1, 8)), ops.ScaledSReLU())
+    x, scales = torch.randn(3, 16), torch.rand(6)
+    assert_bitwise_equal(model(x, scales), ops.ScaledSReLU()(x.reshape(6, 8), scales))

@@ -199,3 +199,21 @@ def test_shapes_and_strides_without_memory(fused: bool, rows: int) -> None:
         fake = [y, x.grad, probs.grad, *(p.grad for p in parameters.values())]
     for a, b in zip(fake, real, strict=True):
         assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+
+
+def test_channels_and_extra_outputs(fused: bool) -> None:
+    common = {"device": "cpu", "dtype": BF16}
+    model = ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "residual"),
+        ops.Linear(64, 64, **common),
+        ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(24, 64).to(BF16)
+    results = []
+    for call in (compiled, model):
+        given = x.clone().requires_grad_()
+        y, extra = call(given)
+        (y.float().square().sum() + extra.float().sum()).backward()
+        results.append([y.detach(), extra.detach(), given.grad])
+    assert_alike(*results)

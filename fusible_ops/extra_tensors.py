@@ -1,0 +1,89 @@
+"""Ops that hand a tensor out of a run, or take one in: MakeExtraOutput, AddExtraInput."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
+from patterns.chain import OpSpec
+
+
+class MakeExtraOutput(BasicOperation):
+    """y = x, and x is an extra output besides: of the run, or of a channel.
+
+    Backward: dx = dy + d_extra, where an extra output that nobody uses has none. in_place: dy is added into d_extra's
+    memory, which becomes dx; whoever holds that gradient sees it change.
+    Source: the interface is that of transformer_engine.pytorch.ops.MakeExtraOutput (2.20).
+    """
+
+    num_extra_outputs = 1
+    known_kwargs = ()
+    keeps_zero_rows = True
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def describe(self) -> OpSpec:
+        return OpSpec("make_extra_output", self.name, {"in_place": self.in_place})
+
+    def output_width(self, incoming: int | None) -> int | None:
+        return incoming
+
+    def fuser_forward(
+        self, basic_op_ctxs: list[OperationContext], input_: Tensor, **_: Any
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
+        return input_, [(input_,)]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]] = ((None,),),
+    ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
+        extra = basic_op_grad_extra_outputs[0][0]
+        if extra is None:
+            return grad_output, [()], [()]
+        return extra.add_(grad_output) if self.in_place else extra + grad_output, [()], [()]
+
+
+class AddExtraInput(BasicOperation):
+    """y = extra + x. Its extra input: a tensor that adds to x.
+
+    Backward: dx = d_extra = dy. in_place: x is added into the memory of `extra`, which y is.
+    Source: the interface is that of transformer_engine.pytorch.ops.AddExtraInput (2.20).
+    """
+
+    num_extra_inputs = 1
+    known_kwargs = ()
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def describe(self) -> OpSpec:
+        return OpSpec("add_extra_input", self.name, {"in_place": self.in_place})
+
+    def output_width(self, incoming: int | None) -> int | None:
+        return incoming
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor]],
+        **_: Any,
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
+        extra = basic_op_extra_inputs[0][0]
+        return extra.detach().add_(input_) if self.in_place else extra + input_, [()]
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
+    ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
+        wanted = basic_op_ctxs[0].extra_wants[0]
+        return grad_output, [()], [(grad_output if wanted else None,)]
