@@ -102,6 +102,14 @@ def test_what_is_kept_is_what_autograd_saves():
     assert [one["bytes"] for one in dense if one["what"] == "what Linear 0 gives"] == [2 * T * 2 * I]
 
 
+def test_what_is_kept_in_fp8():
+    """Rows in FP8 for the weight gradients, weights for the input's, and the pre-activation, not the input in BF16."""
+    kept = as_data(mlp(H, I, G), rows=T, recipe=ops.Float8BlockScaling())[0]["kept"]
+    names = {one["what"] for one in kept}
+    assert names >= {"rows in FP8", "scales of FP8", "weights in FP8, the same until an update"}
+    assert "the input" not in names and "made in between" not in names
+
+
 def test_page_shows_ops_regions_and_reasons_and_needs_nothing_else():
     how = {"dtype": torch.bfloat16, "device": "meta"}
     fc1, fc2 = ops.Linear(64, 64, **how), ops.GroupedLinear(4, 32, 20, **how)

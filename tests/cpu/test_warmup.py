@@ -18,6 +18,7 @@ from cute_kernels.hopper.grouped_wgrad import WgradOptions
 from cute_kernels.hopper.rowwise import GroupOffsetsOptions
 from cute_kernels.rehearsal import rehearsal
 from cute_kernels.target import Target
+from fusible_ops import warmup
 from fusible_ops.cli import main
 from fusible_ops.cli.models import load, mlp
 from fusible_ops.meta_run import Use
@@ -42,6 +43,18 @@ def test_every_kernel_of_a_step_is_found_for_any_row_count():
     tiles = {(o.config.tile_m, o.config.tile_n) for _, o, _ in specs if isinstance(o, Options) and o.kind == "act"}
     assert len(tiles) > 1, "few rows and many take different tiles"
     assert {o.factor for _, o, _ in specs if isinstance(o, Options) and o.kind == "dact"} == {"float32"}
+
+
+@pytest.mark.parametrize("recipe", [None, ops.Float8BlockScaling()], ids=["plain", "blocks"])
+@pytest.mark.parametrize("sizes", [(256, 128, 1), (2048, 768, 96)], ids=str)
+def test_no_row_count_needs_another_kernel(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], recipe: object):
+    """What is found at the row counts of `ROWS` is all there is, wherever between them or beyond a batch lies."""
+    model, use = mlp(*sizes), Use(recipe=recipe)
+    found = set(kernels_of(model, use=use))
+    generator = torch.Generator().manual_seed(0)
+    others = torch.cat([torch.randint(1, 2 ** (i + 8), (12,), generator=generator) for i in range(10)])
+    monkeypatch.setattr(warmup, "ROWS", tuple(others.tolist()))
+    assert set(kernels_of(model, use=use)) <= found and len(found) > 8
 
 
 def test_how_the_model_is_used_decides():
