@@ -31,8 +31,8 @@ MODULE = "cute_kernels.hopper.fp8_quantize_kernel"
 ARCH = SM90_FP8_QUANTIZE.arch
 E4M3 = torch.float8_e4m3fn
 TEAMS = 3  # the kernel's constant of that name
-STRIP = 8
-"""Column blocks of a strip: what runs together then reads and writes some square of the matrix."""
+STRIP = 64
+"""Column blocks of a strip, most matrices' width: 64 is 1 to 4 % faster than 8 on one H200, weights alike."""
 
 
 @dataclass(frozen=True)

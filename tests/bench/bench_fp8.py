@@ -2,7 +2,8 @@
 
     python -m tests.bench.bench_fp8 [--shapes dsv3_ep32,gptoss_ep4,qwen3_30b] [--parts quantise,weights,wgrad]
 
-Quantise rows: milliseconds, bytes read and written per second, and that over what a copy of 1 GiB moves in that run.
+Quantise rows: milliseconds, bytes read and written per second, and that over what copies of 1 GiB, and of as many bytes
+as the source, move in that run.
 Other rows: milliseconds, TFLOP/s, and how many times faster than BF16.
 """
 
@@ -45,14 +46,16 @@ def moved(x: Tensor, results: tuple, end: int) -> int:
     return total
 
 
-def report_bandwidth(shape: str, calls: Calls, sizes: dict[str, int]) -> None:
+def report_bandwidth(shape: str, x: Tensor, calls: Calls, sizes: dict[str, int]) -> None:
+    """x: the source."""
     source = torch.empty(GIB, dtype=torch.int8, device="cuda").random_()
-    target = torch.empty_like(source)
-    times = medians({"copy": lambda: target.copy_(source), **calls})
-    copy = 2 * GIB / times["copy"]
-    for name, ms in times.items():
-        speed = sizes.get(name, 2 * GIB) / ms
-        print(f"{shape:11s} {name:30s} {ms:8.4f} ms {speed / 1e9:6.2f} TB/s  {speed / copy:.3f} of copy", flush=True)
+    target, like_x = torch.empty_like(source), torch.empty_like(x)
+    copies: Calls = {"copy of 1 GiB": lambda: target.copy_(source), "copy": lambda: like_x.copy_(x)}
+    sizes = {"copy of 1 GiB": 2 * GIB, "copy": 2 * x.nbytes, **sizes}
+    speeds = {name: sizes[name] / ms for name, ms in medians({**copies, **calls}).items()}
+    for name, speed in speeds.items():
+        shares = ", ".join(f"{speed / speeds[copy]:.3f} of {copy}" for copy in copies)
+        print(f"{shape:11s} {name:30s} {sizes[name] / speed:8.4f} ms {speed / 1e9:6.2f} TB/s  {shares}", flush=True)
 
 
 def quantise(shape: str) -> None:
@@ -69,7 +72,7 @@ def quantise(shape: str) -> None:
             label = f"quantise {name}" + (", unaligned" if multiple == 1 else "")
             calls[label] = lambda o=offsets, p=padded, f=flags: fp8_quantize(x, o, p, **f)
             sizes[label] = moved(x, fp8_quantize(x, offsets, padded, **flags)[:4], int(padded[-1]))
-    report_bandwidth(shape, calls, sizes)
+    report_bandwidth(shape, x, calls, sizes)
 
 
 def weights(shape: str) -> None:
@@ -83,7 +86,7 @@ def weights(shape: str) -> None:
     }
     both = sum(t.nbytes for t in (w, *fp8_quantize_weight([w])))
     rows = sum(t.nbytes for t in (w, *fp8_quantize_weight([w], columnwise=False)[:2]))
-    report_bandwidth(shape, calls, dict(zip(calls, (both, rows, both), strict=True)))
+    report_bandwidth(shape, w, calls, dict(zip(calls, (both, rows, both), strict=True)))
 
 
 def wgrad(shape: str) -> None:
