@@ -20,52 +20,14 @@ from cute_kernels import launch
 from cute_kernels.catalog import SM90_FP8_GROUPED_WGRAD
 from cute_kernels.facts import ListFacts, TensorFacts, facts, list_facts
 from cute_kernels.fp8_reference import BLOCK, scales_in_row
-from cute_kernels.hopper.configs import SMEM_BYTES
+from cute_kernels.hopper.fp8_wgrad_configs import STRIP, Fp8WgradConfig, choose, grid
 from cute_kernels.hopper.grouped_wgrad import check_interleave, check_out, lowest_and_table
-from cute_kernels.hopper.grouped_wgrad_configs import (
-    SLOT_ROW_BYTES,
-    SLOT_ROWS,
-    STRIP_ROWS,
-    TILE_ROWS,
-    rows_lie_together,
-)
 from cute_kernels.hopper.operands import KEPT, check_offsets, check_shape, multiprocessors
 from cute_kernels.limits import dtype_name
 
 MODULE = "cute_kernels.hopper.fp8_wgrad_kernel"
 NAME, ARCH = SM90_FP8_GROUPED_WGRAD.name, SM90_FP8_GROUPED_WGRAD.arch
 E4M3 = torch.float8_e4m3fn
-
-
-@dataclass(frozen=True)
-class Fp8WgradConfig:
-    """Static shape of one kernel.
-
-    columns: of a tile of 128 rows. chunks: of its columns, multiplied and promoted one after the other. buffers: chunks
-    that are in flight. cluster, slots, by_tma: as in `grouped_wgrad_configs.WgradConfig`.
-    """
-
-    columns: int
-    chunks: int
-    buffers: int
-    cluster: int
-    slots: int
-    by_tma: bool
-
-    @property
-    def stages(self) -> int:
-        """The most that fit beside the staging slots and 1 KiB of barriers."""
-        staging = 2 * self.slots * SLOT_ROWS * SLOT_ROW_BYTES
-        return (SMEM_BYTES - staging - 1024) // ((TILE_ROWS + self.columns) * (BLOCK + 4))
-
-    def strip(self) -> int:
-        """Clusters of row tiles in a strip."""
-        return STRIP_ROWS // (TILE_ROWS * self.cluster)
-
-    def grid(self, groups: int, rows: int, columns: int, sms: int) -> int:
-        """CTAs to launch: one an SM, whole clusters, no more than there are tiles."""
-        tiles = groups * -(-rows // (TILE_ROWS * self.cluster)) * -(-columns // self.columns)
-        return max(1, min(sms // self.cluster, tiles)) * self.cluster
 
 
 @dataclass(frozen=True)
@@ -84,19 +46,7 @@ class Plan:
     """What follows from the facts of all operands. grid: CTAs."""
 
     options: Fp8WgradOptions
-    strip: int
     grid: int
-
-
-def choose(rows: int, columns: int, accumulate: bool, block: int) -> Fp8WgradConfig:
-    """The configuration for a gradient [rows, columns]: tiles of the width that multiplies fewer columns.
-
-    block: rows of an interleaved block, 0 for none. Accumulating takes three slots, to fetch old values ahead.
-    """
-    paired = -(-rows // TILE_ROWS) % 2 == 0
-    narrow, wide = (-(-columns // width) * width for width in (192, 256))
-    width, chunks = (192, 1) if narrow <= wide else (256, 2)
-    return Fp8WgradConfig(width, chunks, 1, 2 if paired else 1, 3 if accumulate else 1, rows_lie_together(rows, block))
 
 
 def fp8_grouped_wgrad(
@@ -135,7 +85,7 @@ def fp8_grouped_wgrad_(
     stream = launch.current_stream(x_t.device)
     target = lowest_and_table(out, x_t.device, stream) if plan.options.separate else (out[0],)
     kernel = launch.kernel(MODULE, plan.options, ARCH)
-    kernel(*operands, target, max(glu_interleave, 1), plan.strip, plan.grid, stream)
+    kernel(*operands, target, max(glu_interleave, 1), STRIP, plan.grid, stream)
 
 
 @functools.lru_cache(KEPT)
@@ -166,8 +116,8 @@ def _plan(
         raise ValueError(f"{NAME}: P is {tokens}, needs a multiple of {BLOCK}; fp8_quantize makes such copies")
     check_out(NAME, out, groups, rows, columns, x_t)
     options = _options(out.kinds[0].dtype, rows, columns, glu_interleave, accumulate, out.separate)
-    sms = multiprocessors(SM90_FP8_GROUPED_WGRAD, x_t.device, sm_margin, options.config.cluster)
-    return Plan(options, options.config.strip(), options.config.grid(groups, rows, columns, sms))
+    sms = multiprocessors(SM90_FP8_GROUPED_WGRAD, x_t.device, sm_margin)
+    return Plan(options, grid(groups, rows, columns, sms))
 
 
 def _options(
@@ -175,5 +125,5 @@ def _options(
 ) -> Fp8WgradOptions:
     SM90_FP8_GROUPED_WGRAD.require(N=rows, K=columns)
     check_interleave(NAME, block, rows)
-    config = choose(rows, columns, accumulate, block)
+    config = choose(out.itemsize, accumulate, rows, block)
     return Fp8WgradOptions(dtype_name(out), config, accumulate, block > 0, separate)

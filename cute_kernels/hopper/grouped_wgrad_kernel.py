@@ -44,10 +44,8 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.pipeline as pipeline
-from cutlass import Boolean, Float32, Int16, Int32, Int64, const_expr, range_constexpr
-from cutlass._mlir.dialects import llvm
+from cutlass import Float32, Int16, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cutlass_dsl import dsl_user_op, select_
 
 from cute_kernels.hopper import tickets
 from cute_kernels.hopper.wgrad_operands import (
@@ -59,40 +57,16 @@ from cute_kernels.hopper.wgrad_operands import (
     TILE_N,
     TURN,
     TURN_THREADS,
-    VECTOR_BYTES,
     WARPS,
     anew,
     tokens_of,
 )
 from cute_kernels.hopper.wgrad_products import TurnProducts, fake_arguments
 from cute_kernels.hopper.wgrad_results import Target
-from cute_kernels.hopper.wgrad_tiles import (
-    DEPTH,
-    FIELDS,
-    Plan,
-    Plans,
-    Walk,
-    filled_groups,
-    has_rows,
-    make_plans,
-    plan_of,
-    read,
-    seek,
-    tiles_of_group,
-    write,
-)
+from cute_kernels.hopper.wgrad_tiles import DEPTH, FIELDS, Form, Plans, Walk, make_plans, read, write_plans
 
 SHAPES = ((128, 192), (128, 128), (128, 64), (64, 192))  # rows and columns of a tile that are multiplied
-ZERO_BYTES = 4096  # what a CTA zeroes at once
-
-
-@dsl_user_op
-def rest(*, loc=None, ip=None):
-    """A pause of some 100 ns."""
-    llvm.inline_asm(
-        None, [], "nanosleep.u32 100;", "", has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+ZERO_PACE = 2  # see `zero_empty`
 
 
 class GroupedWgradSm90(TurnProducts):
@@ -102,8 +76,7 @@ class GroupedWgradSm90(TurnProducts):
 
     def __init__(self, options):
         super().__init__(options)
-        self.span = 4 * self.vector
-        """Columns of a row that the four lanes with its sums store at once."""
+        self.form = Form(TILE_M, TILE_N, TILE_K, self.cluster)
 
     @cute.jit
     def __call__(
@@ -185,86 +158,13 @@ class GroupedWgradSm90(TurnProducts):
             if warp_index == 2 * WARPS:
                 self.produce(a_atom, a_tma, b_atom, b_tma, a, boxes, ring, plans, walk)
             elif warp_index == 2 * WARPS + 1:
-                self.plan(plans, taken, walk)
+                write_plans(plans, taken, walk, self.form)
             else:
-                self.zero_empty(target, walk, cta, ctas, thread - 32 * (2 * WARPS + 2))
+                self.zero_empty(target, walk, cta, ctas, thread - 32 * (2 * WARPS + 2), ZERO_PACE)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             turn = cute.arch.make_warp_uniform(thread // 128)
             self.consume(a, b, ring, plans, staged, target, walk, turn, thread % 128)
-
-    @cute.jit
-    def plan(self, plans: Plans, taken, walk: Walk):
-        """One warp: a plan of each tile, ahead of those who work on it."""
-        tiles = tiles_of_group(walk, self.cluster)
-        entry, group, ordinal = Int32(0), Int32(0), Int32(0)
-        index = self.number(plans, taken, walk, entry)
-        group = seek(walk, index // tiles, group)
-        ordinal = index // tiles
-        while group < walk.groups:
-            write(plans, entry, plan_of(walk, index - ordinal * tiles, group, ordinal, self.cluster))
-            entry += 1
-            index = self.number(plans, taken, walk, entry)
-            group = seek(walk, index // tiles - ordinal, group)
-            ordinal = index // tiles
-        nothing = Int32(0)
-        write(plans, entry, Plan(Int32(-1), nothing, nothing, nothing, nothing, nothing, nothing))
-        if const_expr(self.dynamic):  # noqa: SIM102 (traced, then run)
-            if walk.rank == 0:
-                tickets.close(taken, index, tiles * filled_groups(walk), walk.step)
-                if const_expr(self.cluster > 1):
-                    tickets.drain(taken, entry)
-
-    @cute.jit
-    def number(self, plans: Plans, taken, walk: Walk, entry):
-        """The number of this cluster's tile `entry`; dynamic, asked for when the tile before is all but loaded."""
-        number = walk.first + entry * walk.step
-        if const_expr(self.dynamic):
-            if walk.rank == 0:
-                if entry > 0:
-                    cute.arch.mbarrier_wait(plans.wanted, (entry - 1) & 1)
-                asked = tickets.take(taken)
-                if const_expr(self.cluster > 1):
-                    number = tickets.publish(taken, entry, asked, self.cluster)
-                else:
-                    number = cute.arch.shuffle_sync(asked, offset=0)
-            else:
-                number = tickets.read(taken, entry, self.cluster)
-        return number
-
-    @cute.jit
-    def zero_empty(self, target: Target, walk: Walk, cta, ctas, worker):
-        """Two warps: zeros for the gradients of groups without rows, in pieces that the CTAs take in turn.
-
-        Beside products they are paced to last as long, or they would take the memory's bandwidth from them: of R rows
-        and E empty groups, N K cancels out, and a piece of 4096 bytes may take 2 R / (E bytes of an element) cycles.
-        """
-        lane = cute.arch.lane_idx()
-        empty = walk.groups - filled_groups(walk)
-        if empty > 0:
-            zeros = cute.make_rmem_tensor((self.vector,), self.out)
-            zeros.fill(0.0)
-            pace = 2 * walk.offsets[walk.groups] // (empty * self.out_bytes)
-            size = Int64(walk.rows) * walk.cols * self.out_bytes
-            pieces = Int32((size + ZERO_BYTES - 1) // ZERO_BYTES)
-            piece, base, due = Int32(cta), Int32(0), cute.arch.clock64()
-            while base < walk.groups:
-                mine = base + lane
-                left = cute.arch.vote_ballot_sync(mine < walk.groups and not has_rows(walk, mine))
-                while left != 0:
-                    start = self.start(target, walk, base + cute.arch.popc((left & -left) - 1))
-                    left = left & (left - 1)
-                    while piece < pieces:
-                        for i in range_constexpr(ZERO_BYTES // (64 * VECTOR_BYTES)):
-                            at = Int64(piece) * ZERO_BYTES + (i * 64 + worker) * VECTOR_BYTES
-                            if at < size:
-                                cute.autovec_copy(zeros, self.vector_at(start + at))
-                        piece += ctas
-                        due += pace
-                        while cute.arch.clock64() < due:
-                            rest()
-                    piece -= pieces
-                base += 32
 
     @cute.jit
     def produce(self, a_atom, a_tma, b_atom, b_tma, a, boxes, ring, plans: Plans, walk: Walk):
@@ -380,40 +280,6 @@ class GroupedWgradSm90(TurnProducts):
                     self.write_if(v, self.vector_of(acc, 2 * half + i, chunk, thread), t)
 
     @cute.jit
-    def write_if(self, inside, values, there):
-        if inside:
-            cute.autovec_copy(values, there)
-
-    @cute.jit
-    def column_of_lane(self, thread):
-        """First of a lane's columns in a span, after `vector_of`."""
-        if const_expr(self.out.width == 16):
-            column = (thread & 3) * 8
-        else:
-            column = (thread & 1) * 8 + (thread & 2) * 2
-        return column
-
-    @cute.jit
-    def vector_of(self, acc, place: cutlass.Constexpr, chunk: cutlass.Constexpr, thread):
-        """16 bytes of one row, rounded. Four lanes hold the sums of a row, two neighbours of every 8 columns each; they
-        exchange them until each has neighbours only. place: rows r, r + 8, r + 64, r + 72 of the tile."""
-        octets, values = self.span // 8, cute.make_rmem_tensor((self.vector,), self.out)
-        sums = acc.iterator + place // 2 * (cute.size(acc) // 2) + chunk * octets * 4 + place % 2 * 2
-        pairs = cute.make_tensor(sums, cute.make_layout((2, octets), stride=(1, 4)))
-        cute.make_tensor(values.iterator, cute.make_layout((2, octets))).store(pairs.load().to(self.out))
-        words = cute.recast_tensor(values, Int32)
-        odd, high = Boolean((thread & 1) != 0), Boolean((thread & 2) != 0)
-        if const_expr(self.out.width == 16):
-            for low in (0, 2):
-                exchange(words, low, low + 1, odd, 1)
-            for low in (0, 1):
-                exchange(words, low, low + 2, high, 2)
-        else:
-            for word in (0, 1):
-                exchange(words, word, word + 2, odd, 1)
-        return values
-
-    @cute.jit
     def send_tile(self, acc, slots, lines, target: Target, walk: Walk, group, row, col, thread):
         """Round, stage and send a warpgroup's tile; every warp by itself, 16 rows of some columns at a time."""
         values, wide = 64 * self.staged_cols // 128, self.pieces // 2
@@ -432,13 +298,6 @@ class GroupedWgradSm90(TurnProducts):
                 line = lines[half][0] if const_expr(self.interleaved) else first + half * 64
                 self.send(slot, target, self.coordinates(target, group), line, at, thread)
             cute.arch.cp_async_bulk_commit_group()
-
-
-def exchange(words, low: int, up: int, is_upper, distance: int):
-    """Between lanes `distance` apart: the lower keeps word `low` and gets the upper's, the upper keeps word `up`."""
-    give = Int32(select_(is_upper, words[low], words[up]))
-    got = cute.arch.shuffle_sync_bfly(give, offset=distance)
-    words[low], words[up] = Int32(select_(is_upper, got, words[low])), Int32(select_(is_upper, words[up], got))
 
 
 def build(options):

@@ -42,6 +42,7 @@ class TurnProducts(Results):
 
     def __init__(self, options):
         super().__init__(options)
+        self.cluster = options.config.cluster
         self.boxes = TILE_N // BOX
         self.box_k = TILE_K // self.cluster
         self.element = TYPES[options.element]

@@ -10,16 +10,29 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor
+from cutlass.cutlass_dsl import dsl_user_op, select_
 
 from cute_kernels.hopper.grouped_wgrad_configs import SLOT_ROW_BYTES
 from cute_kernels.hopper.wgrad_operands import TILE_M, TYPES, VECTOR_BYTES, anew
+from cute_kernels.hopper.wgrad_tiles import filled_groups, has_rows
 
+ZERO_BYTES = 4096  # what a CTA zeroes at once
 LANES = SLOT_ROW_BYTES // VECTOR_BYTES  # that copy a row together
 STEPS = 16 * LANES // 32  # in which a warp copies 16 rows
 UNITS, FAR_UNITS = 1 << 30, 1 << 10  # of 16 bytes in two dimensions that reach separate outputs
+
+
+@dsl_user_op
+def rest(*, loc=None, ip=None):
+    """A pause of some 100 ns."""
+    llvm.inline_asm(
+        None, [], "nanosleep.u32 100;", "", has_side_effects=True, is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
 
 
 class Target(NamedTuple):
@@ -57,10 +70,12 @@ class Results:
     """Static facts of the results, and the ways they leave. `element`: of the operands, which the subclass sets."""
 
     element: Any
+    teams = 2
+    """Warpgroups with results."""
 
     def __init__(self, options):
         config = options.config
-        self.cluster, self.stages, self.slots = config.cluster, config.stages, config.slots
+        self.stages, self.slots = config.stages, config.slots
         self.by_tma = config.by_tma
         self.out = TYPES[options.out]
         self.interleaved = options.interleaved
@@ -68,11 +83,13 @@ class Results:
         self.out_bytes = self.out.width // 8
         self.staged_cols = SLOT_ROW_BYTES // self.out_bytes
         self.vector = VECTOR_BYTES // self.out_bytes
+        self.span = 4 * self.vector
+        """Columns of a row that the four lanes with its sums store at once."""
 
     def make_staging(self):
-        """(swizzle of a staged piece, layout of the slots of both warpgroups)."""
+        """(swizzle of a staged piece, layout of the slots of all warpgroups)."""
         lines = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.out)
-        return lines, cute.tile_to_shape(lines, (64, self.staged_cols, 2 * self.slots), (0, 1, 2))
+        return lines, cute.tile_to_shape(lines, (64, self.staged_cols, self.teams * self.slots), (0, 1, 2))
 
     def make_sink(self, out, lines):
         """(TMA atom, coordinates) that store boxes of 16 staged rows, clipped at N and K; Nones if none do.
@@ -161,6 +178,82 @@ class Results:
         row = thread // 32 * 16 + thread % 32 // 4 + 8 * (pair % 2)
         return cute.local_tile(slot[row, None], (2,), (4 * (pair // 2) + thread % 4,))
 
+    @cute.jit
+    def write_if(self, inside, values, there):
+        if inside:
+            cute.autovec_copy(values, there)
+
+    @cute.jit
+    def column_of_lane(self, thread):
+        """First of a lane's columns in a span, after `vector_of`."""
+        if const_expr(self.out.width == 16):
+            column = (thread & 3) * 8
+        else:
+            column = (thread & 1) * 8 + (thread & 2) * 2
+        return column
+
+    @cute.jit
+    def vector_of(self, acc, place: cutlass.Constexpr, chunk: cutlass.Constexpr, thread):
+        """16 bytes of one row, rounded. Four lanes hold the sums of a row, two neighbours of every 8 columns each; they
+        exchange them until each has neighbours only. place: rows r, r + 8, r + 64, r + 72 of the tile."""
+        octets, values = self.span // 8, cute.make_rmem_tensor((self.vector,), self.out)
+        sums = acc.iterator + place // 2 * (cute.size(acc) // 2) + chunk * octets * 4 + place % 2 * 2
+        pairs = cute.make_tensor(sums, cute.make_layout((2, octets), stride=(1, 4)))
+        cute.make_tensor(values.iterator, cute.make_layout((2, octets))).store(pairs.load().to(self.out))
+        words = cute.recast_tensor(values, Int32)
+        odd, high = Boolean((thread & 1) != 0), Boolean((thread & 2) != 0)
+        if const_expr(self.out.width == 16):
+            for low in (0, 2):
+                exchange(words, low, low + 1, odd, 1)
+            for low in (0, 1):
+                exchange(words, low, low + 2, high, 2)
+        else:
+            for word in (0, 1):
+                exchange(words, word, word + 2, odd, 1)
+        return values
+
+    @cute.jit
+    def zero_empty(self, target: Target, walk, cta, ctas, worker, pace: cutlass.Constexpr):
+        """Two warps: zeros for the gradients of groups without rows, in pieces that CTAs take in turn.
+
+        Beside products they are paced to last as long, or they would take the memory's bandwidth from them: of R rows
+        and E empty groups, N K cancels out, and a piece of 4096 bytes may take `pace` R / (E bytes of an element)
+        cycles.
+        """
+        lane = cute.arch.lane_idx()
+        empty = walk.groups - filled_groups(walk)
+        if empty > 0:
+            zeros = cute.make_rmem_tensor((self.vector,), self.out)
+            zeros.fill(0.0)
+            pause = pace * walk.offsets[walk.groups] // (empty * self.out_bytes)
+            size = Int64(walk.rows) * walk.cols * self.out_bytes
+            pieces = Int32((size + ZERO_BYTES - 1) // ZERO_BYTES)
+            piece, base, due = Int32(cta), Int32(0), cute.arch.clock64()
+            while base < walk.groups:
+                mine = base + lane
+                left = cute.arch.vote_ballot_sync(mine < walk.groups and not has_rows(walk, mine))
+                while left != 0:
+                    start = self.start(target, walk, base + cute.arch.popc((left & -left) - 1))
+                    left = left & (left - 1)
+                    while piece < pieces:
+                        for i in range_constexpr(ZERO_BYTES // (64 * VECTOR_BYTES)):
+                            at = Int64(piece) * ZERO_BYTES + (i * 64 + worker) * VECTOR_BYTES
+                            if at < size:
+                                cute.autovec_copy(zeros, self.vector_at(start + at))
+                        piece += ctas
+                        due += pause
+                        while cute.arch.clock64() < due:
+                            rest()
+                    piece -= pieces
+                base += 32
+
+
+def exchange(words, low: int, up: int, is_upper, distance: int):
+    """Between lanes `distance` apart: the lower keeps word `low` and gets the upper's, the upper keeps word `up`."""
+    give = Int32(select_(is_upper, words[low], words[up]))
+    got = cute.arch.shuffle_sync_bfly(give, offset=distance)
+    words[low], words[up] = Int32(select_(is_upper, got, words[low])), Int32(select_(is_upper, words[up], got))
+
 
 class AddedResults(Results):
     """Results that may be added to what is there: old values are fetched into the slots ahead, added to, and sent.
@@ -169,6 +262,7 @@ class AddedResults(Results):
     cols (the gradient's), strip, rank (this CTA's place in its cluster).
     """
 
+    cluster: int
     tile_n: int
     corner: Any
     """(tile, piece, thread) -> first row and column of a warp's share of a piece."""

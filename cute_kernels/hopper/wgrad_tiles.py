@@ -12,13 +12,22 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, range_constexpr
+from cutlass import Boolean, Int32, const_expr, range_constexpr
 
-from cute_kernels.hopper.grouped_wgrad_configs import TILE_COLUMNS, TILE_ROWS, TILE_TOKENS
+from cute_kernels.hopper import tickets
 
 DEPTH_BITS, FIELDS = 2, 8
 DEPTH = 1 << DEPTH_BITS
 """Records of the ring; int32 of a record: those of a Plan, and one unused."""
+
+
+class Form(NamedTuple):
+    """Static facts of all tiles: their rows, columns and tokens of a k block, and CTAs of a cluster."""
+
+    rows: int
+    columns: int
+    tokens: int
+    cluster: int
 
 
 class Walk(NamedTuple):
@@ -59,22 +68,22 @@ class Plans(NamedTuple):
 
 
 @cute.jit
-def column_tiles(walk: Walk):
-    return (walk.cols + TILE_COLUMNS - 1) // TILE_COLUMNS
+def column_tiles(walk: Walk, form: cutlass.Constexpr):
+    return (walk.cols + form.columns - 1) // form.columns
 
 
 @cute.jit
-def units(walk: Walk, cluster: cutlass.Constexpr):
-    return (walk.rows + TILE_ROWS - 1) // TILE_ROWS // cluster
+def units(walk: Walk, form: cutlass.Constexpr):
+    return (walk.rows + form.rows - 1) // form.rows // form.cluster
 
 
 @cute.jit
-def tiles_of_group(walk: Walk, cluster: cutlass.Constexpr):
+def tiles_of_group(walk: Walk, form: cutlass.Constexpr):
     """Tiles of one group, a cluster's together."""
-    columns, whole = column_tiles(walk), units(walk, cluster)
+    columns, whole = column_tiles(walk, form), units(walk, form)
     tiles = whole * columns
-    if walk.rows > whole * cluster * TILE_ROWS:
-        tiles += (columns + cluster - 1) // cluster
+    if walk.rows > whole * form.cluster * form.rows:
+        tiles += (columns + form.cluster - 1) // form.cluster
     return tiles
 
 
@@ -121,10 +130,10 @@ def seek(walk: Walk, ahead, group):
 
 
 @cute.jit
-def plan_of(walk: Walk, local, group, ordinal, cluster: cutlass.Constexpr):
+def plan_of(walk: Walk, local, group, ordinal, form: cutlass.Constexpr):
     """Tile `local` of `group`, the `ordinal`-th with rows. Each group starts a column later than the one before, so
     that narrow last columns do not always meet the same CTA."""
-    tiles, whole, columns = tiles_of_group(walk, cluster), units(walk, cluster), column_tiles(walk)
+    tiles, whole, columns = tiles_of_group(walk, form), units(walk, form), column_tiles(walk, form)
     local = (local + ordinal * whole) % tiles
     row, col, lone = Int32(0), Int32(0), Int32(0)
     if local < whole * columns:
@@ -132,15 +141,15 @@ def plan_of(walk: Walk, local, group, ordinal, cluster: cutlass.Constexpr):
         local -= strip * walk.strip * columns
         height = cutlass.min(whole - strip * walk.strip, walk.strip)
         col = local // height
-        row = (strip * walk.strip + local - col * height) * cluster + walk.rank
+        row = (strip * walk.strip + local - col * height) * form.cluster + walk.rank
     else:
-        row = whole * cluster
-        col = (local - whole * columns) * cluster + walk.rank
+        row = whole * form.cluster
+        col = (local - whole * columns) * form.cluster + walk.rank
         lone = Int32(1)
     first = walk.offsets[group]
     tokens = walk.offsets[group + 1] - first
-    blocks = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
-    return Plan(group, row * TILE_ROWS, col * TILE_COLUMNS, blocks, first, tokens, lone)
+    blocks = (tokens + form.tokens - 1) // form.tokens
+    return Plan(group, row * form.rows, col * form.columns, blocks, first, tokens, lone)
 
 
 @cute.jit
@@ -177,3 +186,44 @@ def read(plans: Plans, entry, fields: cutlass.Constexpr):
     if cute.arch.lane_idx() == 0:
         cute.arch.mbarrier_arrive(plans.empty + slot)
     return tuple(cute.arch.make_warp_uniform(values[i]) for i in range(min(fields, FIELDS - 1)))
+
+
+@cute.jit
+def write_plans(plans: Plans, taken, walk: Walk, form: cutlass.Constexpr):
+    """One warp: a plan of each tile, ahead of those who work on it. taken: tickets, or None if numbers are static."""
+    tiles = tiles_of_group(walk, form)
+    entry, group, ordinal = Int32(0), Int32(0), Int32(0)
+    index = number(plans, taken, walk, entry, form)
+    group = seek(walk, index // tiles, group)
+    ordinal = index // tiles
+    while group < walk.groups:
+        write(plans, entry, plan_of(walk, index - ordinal * tiles, group, ordinal, form))
+        entry += 1
+        index = number(plans, taken, walk, entry, form)
+        group = seek(walk, index // tiles - ordinal, group)
+        ordinal = index // tiles
+    nothing = Int32(0)
+    write(plans, entry, Plan(Int32(-1), nothing, nothing, nothing, nothing, nothing, nothing))
+    if const_expr(taken is not None):  # noqa: SIM102 (traced, then run)
+        if walk.rank == 0:
+            tickets.close(taken, index, tiles * filled_groups(walk), walk.step)
+            if const_expr(form.cluster > 1):
+                tickets.drain(taken, entry)
+
+
+@cute.jit
+def number(plans: Plans, taken, walk: Walk, entry, form: cutlass.Constexpr):
+    """The number of this cluster's tile `entry`; dynamic, asked for when the tile before is all but loaded."""
+    result = walk.first + entry * walk.step
+    if const_expr(taken is not None):
+        if walk.rank == 0:
+            if entry > 0:
+                cute.arch.mbarrier_wait(plans.wanted, (entry - 1) & 1)
+            asked = tickets.take(taken)
+            if const_expr(form.cluster > 1):
+                result = tickets.publish(taken, entry, asked, form.cluster)
+            else:
+                result = cute.arch.shuffle_sync(asked, offset=0)
+        else:
+            result = tickets.read(taken, entry, form.cluster)
+    return result

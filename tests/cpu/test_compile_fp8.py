@@ -10,8 +10,10 @@ import pytest
 
 from cute_kernels import launch
 from cute_kernels.hopper import fp8_quantize, fp8_wgrad
+from cute_kernels.hopper.configs import SMEM_BYTES
 from cute_kernels.hopper.fp8_quantize import QuantizeOptions, QuantizeWeightOptions, deepest
-from cute_kernels.hopper.fp8_wgrad import Fp8WgradOptions, choose
+from cute_kernels.hopper.fp8_wgrad import Fp8WgradOptions
+from cute_kernels.hopper.fp8_wgrad_configs import TILE_COLUMNS, choose
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed: nothing can be compiled")
 
@@ -25,8 +27,8 @@ def weights(element: str, columnwise: bool, separate: bool, power_of_two: bool =
     return QuantizeWeightOptions(element, columnwise, separate, power_of_two, deepest(columnwise, False))
 
 
-def wgrad(out: str, shape: tuple[int, int], accumulate=False, block=0, separate=False) -> Fp8WgradOptions:
-    config = choose(*shape, accumulate, block)
+def wgrad(out: str, accumulate=False, block=0, separate=False) -> Fp8WgradOptions:
+    config = choose(4 if out == "float32" else 2, accumulate, 768, block)
     return Fp8WgradOptions(out, config, accumulate, block > 0, separate)
 
 
@@ -39,16 +41,15 @@ QUANTIZE = (
     weights("bfloat16", True, True, False),
     weights("float16", False, True),
 )
-PAIRED, ODD = (256, 768), (128, 2048)
 WGRAD = (
-    wgrad("bfloat16", PAIRED),
-    wgrad("bfloat16", ODD),
-    wgrad("float16", ODD, block=3, separate=True),
-    wgrad("float32", PAIRED),
-    wgrad("float32", PAIRED, True),
-    wgrad("float32", ODD, True, 4, True),
-    wgrad("bfloat16", ODD, True),
-    wgrad("bfloat16", PAIRED, True, 32, True),
+    wgrad("bfloat16"),
+    wgrad("float16", block=32),
+    wgrad("float16", block=3, separate=True),
+    wgrad("float32"),
+    wgrad("float32", True),
+    wgrad("float32", True, 4, True),
+    wgrad("bfloat16", True),
+    wgrad("bfloat16", True, 32, True),
 )
 
 
@@ -72,7 +73,7 @@ def test_quantize(options, capfd, tmp_path):
 def test_wgrad(options, capfd, tmp_path):
     ptx = assert_compiles(fp8_wgrad.MODULE, options, capfd, tmp_path)
     products = re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k32\S*\.e4m3\.e4m3", ptx)
-    assert sum(int(columns) for columns in products) == 4 * options.config.columns  # 128 tokens, 32 at a time
+    assert sum(int(columns) for columns in products) == 4 * TILE_COLUMNS  # 128 tokens, 32 at a time
 
 
 @pytest.mark.parametrize("options", QUANTIZE, ids=str)
@@ -82,6 +83,11 @@ def test_stages_fit(options):
     team = 16384 * options.columnwise + 4096 + 2048 * sums + 1024
     used = options.stages * 32768 + 3 * team + 1024
     assert options.stages % 3 == 0 and used <= 232_448 < used + 3 * 32768
+
+
+@pytest.mark.parametrize("options", WGRAD, ids=str)
+def test_wgrad_fits(options):
+    assert options.config.smem_bytes() <= SMEM_BYTES
 
 
 def test_host_and_device_agree():

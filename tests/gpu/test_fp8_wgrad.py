@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -89,6 +90,35 @@ def test_random_sums(splits, power_of_two):
         p = problem(splits, *shape, power_of_two=power_of_two)
         poison(splits.groups, *shape)
         check(fp8_grouped_wgrad(*p.operands, p.padded), p.exact, splits)
+
+
+def exact_gradients(p: Problem) -> list[Tensor]:
+    """What the operands, as they are now, give."""
+    dy, x = (dequantized_t(p.operands[i], p.operands[i + 1]).double() for i in (0, 2))
+    bounds = p.padded.tolist()
+    return [(dy[:, a:b] @ x[:, a:b].t()).float() for a, b in pairwise(bounds)]
+
+
+@pytest.mark.parametrize("reach", [30, 90])
+def test_scales_far_apart(reach):
+    """Powers of two whose products fit an FP32 exponent, and those that do not; a block a group: no sum loses any."""
+    splits = full("blocks", 128, 77, 1, 100)
+    p = problem(splits, 208, 336, exact=True)
+    for scale, width in zip(p.operands[1::2], (208, 336), strict=True):
+        scale[:, :width] = torch.randint(-reach, reach + 1, (scale.shape[0], width), device="cuda").float().exp2()
+    out = torch.full((splits.groups, 208, 336), NAN, device="cuda")
+    fp8_grouped_wgrad_([out], *p.operands, p.padded)
+    assert torch.equal(out, torch.stack(exact_gradients(p)))
+
+
+def test_some_scales_are_no_powers_of_two():
+    """One column's in some blocks, one row's in others."""
+    p = problem(RAGGED, 208, 336, exact=True)
+    p.operands[1][::3, 200] *= 1.5
+    p.operands[3][1::3, 7] *= 1.25
+    out = torch.full((RAGGED.groups, 208, 336), NAN, device="cuda")
+    fp8_grouped_wgrad_([out], *p.operands, p.padded)
+    assert torch.equal(out, torch.stack(exact_gradients(p)))
 
 
 def test_equals_the_reference_on_exact_sums():
