@@ -185,7 +185,7 @@ class GroupedWgradSm90(TurnProducts):
             )
             for k in cutlass.range(blocks, unroll=1):
                 if const_expr(self.dynamic):  # noqa: SIM102 (traced, then run)
-                    if k == cutlass.max(blocks - tickets.AHEAD, 0) and lane == 0:
+                    if k == cutlass.max(blocks - tickets.AHEAD, 0) and lane == 0 and walk.rank == 0:
                         cute.arch.mbarrier_arrive(plans.wanted)
                 ring.producer_acquire(state)
                 full = ring.producer_get_barrier(state)

@@ -81,13 +81,16 @@ def take(tickets: Tickets, *, loc=None, ip=None):
 
 
 @cute.jit
-def publish(tickets: Tickets, entry, taken, ctas: cutlass.Constexpr):
-    """Entry `entry` of every CTA's ring is lane 0's `taken`, which is returned in all lanes."""
+def publish(tickets: Tickets, entry, taken, ctas: cutlass.Constexpr, first: cutlass.Constexpr = 0):
+    """Entry `entry` of the ring of CTAs `first` to `ctas` is lane 0's `taken`, which is returned in all lanes.
+
+    first: 1 where nobody in the CTA that asks reads its ring.
+    """
     number = cute.arch.shuffle_sync(taken, offset=0)
     slot = entry & (DEPTH - 1)
     cute.arch.mbarrier_wait(tickets.empty + slot, (entry // DEPTH + 1) & 1)
     cta = cute.arch.lane_idx()
-    if cta < ctas:
+    if first <= cta and cta < ctas:
         if const_expr(ctas > 1):
             cute.arch.mbarrier_arrive_and_expect_tx(tickets.full + slot, 4, cta)
             cute.arch.store_async_dsmem(tickets.numbers.iterator + slot, number, tickets.full + slot, cta)

@@ -181,11 +181,12 @@ def read(plans: Plans, entry, fields: cutlass.Constexpr):
     slot = entry & (DEPTH - 1)
     cute.arch.mbarrier_wait(plans.full + slot, (entry >> DEPTH_BITS) & 1)
     values = cute.make_rmem_tensor((fields,), Int32)
-    cute.autovec_copy(cute.local_tile(plans.records[None, slot], (fields,), (0,)), values)
-    cute.arch.sync_warp()
-    if cute.arch.lane_idx() == 0:
+    values.fill(0)
+    if cute.arch.lane_idx() == 0:  # who reads gives back: racecheck sees no order through the rest of the warp
+        cute.autovec_copy(cute.local_tile(plans.records[None, slot], (fields,), (0,)), values)
         cute.arch.mbarrier_arrive(plans.empty + slot)
-    return tuple(cute.arch.make_warp_uniform(values[i]) for i in range(min(fields, FIELDS - 1)))
+    values = [cute.arch.shuffle_sync(values[i], offset=0) for i in range(min(fields, FIELDS - 1))]
+    return tuple(map(cute.arch.make_warp_uniform, values))
 
 
 @cute.jit
@@ -221,7 +222,7 @@ def number(plans: Plans, taken, walk: Walk, entry, form: cutlass.Constexpr):
                 cute.arch.mbarrier_wait(plans.wanted, (entry - 1) & 1)
             asked = tickets.take(taken)
             if const_expr(form.cluster > 1):
-                result = tickets.publish(taken, entry, asked, form.cluster)
+                result = tickets.publish(taken, entry, asked, form.cluster, 1)
             else:
                 result = cute.arch.shuffle_sync(asked, offset=0)
         else:
