@@ -10,7 +10,8 @@ SCHEDULERS = ("static", "dynamic")
 @dataclass(frozen=True)
 class Sharing:
     """scheduler: "static", tiles dealt out before a kernel starts; "dynamic", taken by CTAs as they go, through a
-    counter; None: as `choose_scheduler` says. sm_margin: SMs that every kernel leaves free.
+    counter; None: as `choose_scheduler` says, and of weight gradients `choose_wgrad_scheduler`. sm_margin: SMs that
+    every kernel leaves free.
 
     Errors: ValueError for an unknown scheduler, a negative margin; TypeError for a margin that is no int.
     """
@@ -25,10 +26,6 @@ class Sharing:
             raise TypeError(f"sm_margin must be an int of at least 0; got {self.sm_margin!r}")
         if self.sm_margin < 0:
             raise ValueError(f"sm_margin must be at least 0; got {self.sm_margin}")
-
-    def chosen(self) -> tuple[str, str]:
-        """(the scheduler, why)."""
-        return choose_scheduler(self.scheduler, self.sm_margin)
 
 
 ALONE = Sharing()
@@ -45,3 +42,18 @@ def choose_scheduler(asked: str | None, sm_margin: int) -> tuple[str, str]:
             "a margin says that something runs beside: if it takes more SMs than that, no tile waits for them",
         )
     return "static", "alone on the device neither is faster by more than 1 to 3 %, and static needs no counter"
+
+
+LONG_ROWS = 8192
+"""Rows from which weight gradients are dealt out as CTAs go."""
+
+
+def choose_wgrad_scheduler(asked: str | None, sm_margin: int, rows: int) -> tuple[str, str]:
+    """(the scheduler of weight gradients that sum over so many rows, why), if `asked` is what the user said."""
+    scheduler, why = choose_scheduler(asked, sm_margin)
+    if asked is None and rows >= LONG_ROWS:
+        return (
+            "dynamic",
+            "long sums: CTAs that fall behind take fewer tiles; up to 16 % faster, with 16384 rows a group",
+        )
+    return scheduler, why

@@ -13,7 +13,7 @@ from cute_kernels import reference
 from cute_kernels.activation_reference import rows_of
 from cute_kernels.facts import WITHOUT_MEMORY
 from cute_kernels.ops import are_plain, entry_points
-from cute_kernels.scheduling import ALONE, Sharing
+from cute_kernels.scheduling import ALONE, LONG_ROWS, Sharing
 from fusible_ops.op import OperationContext
 from fusible_ops.parameters import Held
 from fusible_ops.quantized_tensor import QuantizedTensor
@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from fusible_ops.fuser import OperationFuser
 
 
-def forward_kernels(x: Tensor, plain: bool, sharing: Sharing) -> Any:
-    """Where the ops of one call on tensors like x find kernels. plain: all tensors are (`ops.are_plain`)."""
-    kernels = entry_points(x.device, plain)
-    return kernels if sharing is ALONE else shared(kernels, sharing)
+def forward_kernels(x: Tensor, plain: bool, sharing: Sharing, records: bool) -> Any:
+    """Where the ops of one call on tensors like x find kernels. plain: all tensors are (`ops.are_plain`). records:
+    whether gradients are recorded."""
+    kernels, rows = entry_points(x.device, plain), rows_of(x)
+    if sharing is ALONE and (not records or rows < LONG_ROWS):
+        return kernels
+    return shared(kernels, sharing, rows, records)
 
 
 def backward_kernels(former: Any, grad: Tensor, plain: bool) -> Any:
@@ -59,7 +62,7 @@ class Call:
         if made is None:
             kinds = fuser.context_kinds(route, self.held, needs, recorded)
             made = route.contexts[needs, recorded] = [(kind, route.plans(i)) for i, kind in enumerate(kinds)]
-        kernels = self.kernels = forward_kernels(x, route.plain, fuser.sharing)
+        kernels = self.kernels = forward_kernels(x, route.plain, fuser.sharing, recorded)
         contexts = self.contexts = []
         for (kind, plans), held, source in zip(made, self.held, fuser.split_sources, strict=True):
             ctx = kind()

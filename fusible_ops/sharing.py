@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from cute_kernels.scheduling import ALONE, Sharing
+from cute_kernels.scheduling import ALONE, Sharing, choose_scheduler, choose_wgrad_scheduler
 
 COUNTERS = 32
 """Counters of one call of a run. Launches take them in turn: two that share one are so many launches apart, or lie on
 one stream; backward may run more than once, and weight gradients later and elsewhere."""
-COUNTED = frozenset(
-    f"grouped_{name}" for name in ("gemm", "gemm_", "gemm_dgrad", "gemm_act", "gemm_dact", "wgrad", "wgrad_")
-)
+WGRADS = frozenset({"grouped_wgrad", "grouped_wgrad_"})
+COUNTED = WGRADS | {f"grouped_{name}" for name in ("gemm", "gemm_", "gemm_dgrad", "gemm_act", "gemm_dact")}
 """Kernels that take tiles."""
 _FP8 = (
     "quantize",
@@ -32,9 +31,20 @@ BOUNDED = (
 """Kernels that use more than one SM."""
 
 
-def shared(kernels: Any, sharing: Sharing) -> Any:
-    """`kernels` (from `entry_points`) for one call of a run: themselves, or so that every launch shares as asked."""
-    return kernels if sharing == ALONE else SharingKernels(kernels, sharing, Turns())
+def shared(kernels: Any, sharing: Sharing, rows: int, records: bool) -> Any:
+    """`kernels` (from `entry_points`) for one call of a run with so many rows: themselves, or so that every launch
+    shares as it should. records: whether gradients are recorded.
+    """
+    counted = counted_kernels(sharing, rows, records)
+    return SharingKernels(kernels, sharing, counted, Turns()) if counted or sharing != ALONE else kernels
+
+
+def counted_kernels(sharing: Sharing, rows: int, records: bool) -> frozenset[str]:
+    """Kernels that take their tiles through a counter."""
+    asked = sharing.scheduler, sharing.sm_margin
+    if choose_scheduler(*asked)[0] == "dynamic":
+        return COUNTED
+    return WGRADS if records and choose_wgrad_scheduler(*asked, rows)[0] == "dynamic" else frozenset()
 
 
 def shared_as(former: Any, kernels: Any) -> Any:
@@ -55,30 +65,30 @@ class Turns:
 
 
 class SharingKernels:
-    """Functions of `kernels` by name, called with the margin, and those that can with a counter.
+    """Functions of `kernels` by name, called with the margin, and those of `counted` with a counter.
 
     The first group offsets come with the counters of the whole call, all zero.
     """
 
-    def __init__(self, kernels: Any, sharing: Sharing, turns: Turns) -> None:
-        self._kernels, self._sharing, self._turns = kernels, sharing, turns
-        self._dynamic = sharing.chosen()[0] == "dynamic"
+    def __init__(self, kernels: Any, sharing: Sharing, counted: frozenset[str], turns: Turns) -> None:
+        self._kernels, self._sharing, self._counted, self._turns = kernels, sharing, counted, turns
 
     def over(self, kernels: Any) -> SharingKernels:
         """The same sharing of other functions."""
-        return SharingKernels(kernels, self._sharing, self._turns)
+        return SharingKernels(kernels, self._sharing, self._counted, self._turns)
 
     def group_offsets(self, split_sizes: Tensor, rows: int) -> Tensor:
-        if not self._dynamic or self._turns.counters is not None:
+        if not self._counted or self._turns.counters is not None:
             return self._kernels.group_offsets(split_sizes, rows)
         offsets, self._turns.counters = self._kernels.group_offsets_and_counters(split_sizes, rows, COUNTERS)
         return offsets
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._kernels, name)
-        if self._dynamic and name in COUNTED:
+        if name in self._counted:
             return functools.partial(self._call_with_counter, function)
-        return functools.partial(function, sm_margin=self._sharing.sm_margin) if name in BOUNDED else function
+        margin = self._sharing.sm_margin
+        return functools.partial(function, sm_margin=margin) if margin and name in BOUNDED else function
 
     def _call_with_counter(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, sm_margin=self._sharing.sm_margin, counter=self._turns.take(), **kwargs)

@@ -21,6 +21,7 @@ from torch import nn
 
 from cute_kernels import launch
 from cute_kernels.rehearsal import rehearsal
+from cute_kernels.scheduling import LONG_ROWS
 from cute_kernels.target import Target
 from fusible_ops.autocast_mode import autocast
 from fusible_ops.fuser import OperationFuser
@@ -30,8 +31,10 @@ from fusible_ops.op import BasicOperation
 from fusible_ops.sequential import Sequential
 
 PLAIN = Use()
-ROWS = tuple(range(64, 2113, 64))
-"""Row counts at which kernels are chosen anew (`cute_kernels.hopper.configs.row_class`), and one for all beyond."""
+ROWS = (*range(64, 2113, 64), LONG_ROWS - 1, LONG_ROWS)
+"""Row counts at which kernels are chosen anew (`cute_kernels.hopper.configs.row_class`, `cute_kernels.scheduling`), and
+one for all beyond.
+"""
 ROWS_A_GROUP = 65
 """Rows a group beyond which weight gradients are the same."""
 

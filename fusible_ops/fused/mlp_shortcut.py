@@ -123,7 +123,7 @@ class MLPShortcut:
         casts.forget(*weights)
         w1, w2 = joined(weights[0], 3), joined(weights[1], 3)
         probs = extra_inputs[1] if self.has_probs else None
-        kernels = forward_kernels(x, True, self.sharing)
+        kernels = forward_kernels(x, True, self.sharing, self.records)
         with shown(self.title, "forward"):
             offsets = kernels.group_offsets(extra_inputs[0], x.shape[0])
             y, _, preact = self.mlp.products(

@@ -12,9 +12,9 @@ import torch
 
 import fusible_ops as ops
 from cute_kernels import ops as kernels
-from cute_kernels.scheduling import ALONE, Sharing, choose_scheduler
+from cute_kernels.scheduling import ALONE, LONG_ROWS, Sharing, choose_scheduler, choose_wgrad_scheduler
 from fusible_ops import call
-from fusible_ops.sharing import BOUNDED, COUNTED, shared
+from fusible_ops.sharing import BOUNDED, COUNTED, WGRADS, shared
 from tests.cases import Splits
 from tests.compare import assert_bitwise_equal
 from tests.models import EVERY_KERNEL, MLP, Inputs, as_if_on, step
@@ -30,6 +30,13 @@ def test_the_scheduler_is_static_unless_asked_or_beside_something() -> None:
         "static", "static", "dynamic", "dynamic",
     ]  # fmt: skip
     assert all(choose_scheduler(asked, margin)[1] for asked in (None, "static") for margin in (0, 8))
+
+
+def test_weight_gradients_of_many_rows_are_dealt_out_as_ctas_go() -> None:
+    assert [choose_wgrad_scheduler(None, 0, rows)[0] for rows in (LONG_ROWS - 1, LONG_ROWS)] == ["static", "dynamic"]
+    for asked in ("static", "dynamic"):
+        assert choose_wgrad_scheduler(asked, 0, LONG_ROWS)[0] == asked == choose_wgrad_scheduler(asked, 8, 1)[0]
+    assert choose_wgrad_scheduler(None, 8, 1)[0] == "dynamic" and choose_wgrad_scheduler(None, 0, LONG_ROWS)[1]
 
 
 @pytest.mark.parametrize("facts", [{"scheduler": "greedy"}, {"sm_margin": -1}], ids=str)
@@ -166,5 +173,22 @@ def test_changing_them_takes_effect(recorder: Recorder) -> None:
 
 def test_alone_the_kernels_are_called_as_they_are() -> None:
     plain = SimpleNamespace()
-    assert shared(plain, ALONE) is plain
-    assert shared(plain, Sharing("dynamic")) is not plain
+    assert shared(plain, ALONE, LONG_ROWS - 1, True) is plain and shared(plain, ALONE, LONG_ROWS, False) is plain
+    assert shared(plain, Sharing("dynamic"), 1, False) is not plain
+
+
+def test_alone_only_weight_gradients_of_many_rows_take_counters(recorder: Recorder) -> None:
+    splits = Splits("long", (LONG_ROWS, 0), rows=LONG_ROWS)
+    mlp = MLP("scaled_swiglu", hidden=8, intermediate=8)
+    with as_if_on("sm_90a"):
+        model = mlp.build(splits, "cpu", torch.bfloat16, on_unfused="error")
+        step(model, mlp, Inputs.random(splits, mlp.hidden, "cpu", torch.bfloat16))
+        with_counter = [(name, how["counter"].data_ptr()) for name, how in recorder.calls if "counter" in how]
+        assert {name for name, _ in with_counter} <= WGRADS and len(set(with_counter)) == len(with_counter) == 2
+        assert [name for name, _ in recorder.calls].count("group_offsets_and_counters") == 1
+        assert "group_offsets" not in {name for name, _ in recorder.calls}
+        recorder.calls.clear()
+        with torch.no_grad():
+            inputs = Inputs.random(splits, mlp.hidden, "cpu", torch.bfloat16)
+            model(inputs.x, *mlp.extras(splits.tensor("cpu"), inputs.probs))
+        assert all("counter" not in how for _, how in recorder.calls)

@@ -62,7 +62,7 @@ def test_how_the_model_is_used_decides():
     assert set(kinds(kernels_of(model, use=Use(training=False)))) == {"act", "store", "rowwise_kernel"}
     halves = kernels_of(model, use=Use(probs=torch.bfloat16, splits=torch.int32))
     assert {o.factor for _, o, _ in halves if isinstance(o, Options) and o.kind == "act"} == {"bfloat16"}
-    assert [o.index for _, o, _ in halves if isinstance(o, GroupOffsetsOptions)] == ["int32"]
+    assert {o.index for _, o, _ in halves if isinstance(o, GroupOffsetsOptions)} == {"int32"}
     assert kernels_of(mlp(128, 256, 8, dtype="float32")) == []
     cast = kernels_of(mlp(128, 256, 8, dtype="float32"), use=Use(autocast=torch.bfloat16))
     assert {o.out for _, o, _ in cast if isinstance(o, WgradOptions)} == {"float32"}
@@ -106,7 +106,7 @@ def test_a_rehearsal_leaves_nothing_behind():
 
 def test_pack_is_compiled_in_other_processes_once(tmp_path: Path):
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed: nothing can be compiled")
-    specs = [spec for spec in kernels_of(mlp(64, 64, 4)) if isinstance(spec[1], GroupOffsetsOptions)]
+    specs = [spec for spec in kernels_of(mlp(64, 64, 4)) if isinstance(spec[1], GroupOffsetsOptions)][:1]
     told = []
     made = compile_pack(specs, tmp_path / "pack", report=told.append)
     assert [kernel.new for kernel in made] == [True] and told == made
