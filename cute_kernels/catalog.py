@@ -25,6 +25,7 @@ from cute_kernels.limits import (
     not_transposed_for,
     one_of,
     raise_refusal,
+    stored_interleave_fits,
 )
 from cute_kernels.target import CUDNN_FRONTEND, CUTLASS_DSL, TVM_FFI, Package, Target
 
@@ -120,7 +121,7 @@ SM90_GROUPED_GEMM_ACT = _sm90(
     *_eights("K", "N", "I"),
     _ACTIVATION,
     _INTERLEAVE,
-    not_transposed_for("transposed_weight", "activation", GLU_ACTIVATIONS),
+    stored_interleave_fits("transposed_weight", "glu_interleave"),
 )
 SM90_GROUPED_GEMM_DACT = _sm90("grouped_gemm_dact", "grouped_gemm", _DTYPE, *_eights("H", "I"), _ACTIVATION)
 SM90_DACT = _sm90("dact", "rowwise", _DTYPE, *_eights("I"), _ACTIVATION)

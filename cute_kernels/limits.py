@@ -18,6 +18,8 @@ Words = Mapping[str, str]
 
 STAGES = ("chain", "target", "recipe", "guard", "limit", "package", "shadowed", "call")
 INTERLEAVES = (1, 2, 4, 8, 16, 32, 64, 128)
+STORED_INTERLEAVES = (1, 8, 16, 32)
+"""Blocks of gate and up columns of a weight stored [K, N], and of a pre-activation, that kernels read."""
 DTYPES = ("bfloat16", "float16")
 
 _PHRASES = {
@@ -261,6 +263,34 @@ class NotTransposedFor(Limit):
 
 
 @dataclass(frozen=True)
+class StoredInterleaveFits(Limit):
+    """If `letter`, a weight is stored [K, N], `block` is 0 or None (plain halves) or one of `sizes`."""
+
+    letter: str
+    block: str
+    sizes: tuple[int, ...] = STORED_INTERLEAVES
+
+    def letters(self) -> tuple[str, ...]:
+        return (self.letter, self.block)
+
+    def holds(self, facts: Facts) -> bool:
+        return not facts[self.letter] or not facts[self.block] or facts[self.block] in self.sizes
+
+    def wanted(self, facts: Facts, words: Words) -> str:
+        sizes = ", ".join(str(size) for size in self.sizes)
+        return (
+            f"False with {self.block}_size {facts[self.block]}: gate and up columns lie in halves or blocks of {sizes}"
+        )
+
+    def counterexample(self) -> dict[str, object]:
+        return {self.letter: True, self.block: 2}
+
+    def __str__(self) -> str:
+        sizes = ", ".join(str(size) for size in self.sizes)
+        return f"{self.letter} is False, or {self.block}_size None or one of {sizes}"
+
+
+@dataclass(frozen=True)
 class FixedFor(Limit):
     """`letter` is `value` if `activation` is `kind`; of other activations it does not matter."""
 
@@ -321,6 +351,7 @@ at_most = AtMost
 interleave_fits = InterleaveFits
 not_transposed_for = NotTransposedFor
 fixed_for = FixedFor
+stored_interleave_fits = StoredInterleaveFits
 installed = Installed
 
 

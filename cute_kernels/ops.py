@@ -83,20 +83,22 @@ def _fake_dgrad(dy, weights, offsets, glu_interleave=0):
     return dy.new_empty(dy.shape[0], _weight_shape(weights)[1])
 
 
-def _fake_gemm_act(x, weights, offsets, activation, bias, probs, glu_interleave, save_preact, zero_tail, later=None):
+def _fake_gemm_act(
+    x, weights, offsets, activation, bias, probs, glu_interleave, save_preact, zero_tail, later=None, order=0
+):
     rows, columns = x.shape[0], _weight_shape(weights)[0]
     act = x.new_empty(rows, columns // Activation.decode(activation).halves)
     return act, x.new_empty(rows, columns) if save_preact else x.new_empty(0)
 
 
-def _fake_gemm_dact(dy, weights, offsets, preact, activation, probs, need_act, need_dprobs, zero_tail):
+def _fake_gemm_dact(dy, weights, offsets, preact, activation, probs, need_act, need_dprobs, zero_tail, order=0):
     rows = dy.shape[0]
     act = dy.new_empty(rows, _weight_shape(weights)[1]) if need_act else dy.new_empty(0)
     dprobs = dy.new_empty(rows if need_dprobs else 0, dtype=torch.float32 if need_dprobs else dy.dtype)
     return torch.empty_like(preact), act, dprobs
 
 
-def _fake_dact(dact, preact, offsets, probs, activation, need_dprobs):
+def _fake_dact(dact, preact, offsets, probs, activation, need_dprobs, order=0):
     dprobs = dact.new_empty(dact.shape[0] if need_dprobs else 0, dtype=torch.float32 if need_dprobs else dact.dtype)
     return torch.empty_like(preact), dprobs
 
@@ -144,20 +146,21 @@ _OPERATORS = (
     ),
     (
         "grouped_gemm_act(Tensor x, Tensor[] weights, Tensor offsets, str activation, Tensor? bias, Tensor? probs, "
-        f"int glu_interleave, bool save_preact, bool zero_tail, Tensor(a!)? zero_tail_of=None, {_SHARING}) "
-        "-> (Tensor, Tensor)",
+        "int glu_interleave, bool save_preact, bool zero_tail, Tensor(a!)? zero_tail_of=None, "
+        f"int preact_interleave=0, {_SHARING}) -> (Tensor, Tensor)",
         with_activation,
         _fake_gemm_act,
     ),
     (
         "grouped_gemm_dact(Tensor dy, Tensor[] weights, Tensor offsets, Tensor preact, str activation, Tensor? probs, "
-        f"bool need_act, bool need_dprobs, bool zero_tail, {_SHARING}) -> (Tensor, Tensor, Tensor)",
+        f"bool need_act, bool need_dprobs, bool zero_tail, int preact_interleave=0, {_SHARING}) "
+        "-> (Tensor, Tensor, Tensor)",
         with_activation,
         _fake_gemm_dact,
     ),
     (
         "dact(Tensor dact, Tensor preact, Tensor offsets, Tensor? probs, str activation, bool need_dprobs, "
-        f"{MARGIN}) -> (Tensor, Tensor)",
+        f"int preact_interleave=0, {MARGIN}) -> (Tensor, Tensor)",
         with_activation,
         _fake_dact,
     ),
@@ -213,12 +216,13 @@ def grouped_gemm_act(
     save_preact: bool = True,
     zero_tail: bool = True,
     zero_tail_of: Tensor | None = None,
+    preact_interleave: int = 0,
     **sharing: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`reference.grouped_gemm_act`. zero_tail=False leaves the tail rows of both results undefined."""
     act, preact = _OPS.grouped_gemm_act(
         x, weights, offsets, activation.encode(), bias, probs, glu_interleave, save_preact, zero_tail, zero_tail_of,
-        **sharing,
+        preact_interleave, **sharing,
     )  # fmt: skip
     return act, empty_as_none(preact, save_preact)
 
@@ -233,12 +237,14 @@ def grouped_gemm_dact(
     need_act: bool = True,
     need_dprobs: bool = False,
     zero_tail: bool = True,
+    preact_interleave: int = 0,
     **sharing: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`reference.grouped_gemm_dact`. zero_tail=False leaves the tail of dpreact and act undefined (not dprobs')."""
     dpreact, act, dprobs = _OPS.grouped_gemm_dact(
-        dy, weights, offsets, preact, activation.encode(), probs, need_act, need_dprobs, zero_tail, **sharing
-    )
+        dy, weights, offsets, preact, activation.encode(), probs, need_act, need_dprobs, zero_tail, preact_interleave,
+        **sharing,
+    )  # fmt: skip
     return dpreact, empty_as_none(act, need_act), empty_as_none(dprobs, need_dprobs)
 
 
@@ -249,10 +255,13 @@ def dact(
     probs: Tensor | None,
     activation: Activation,
     need_dprobs: bool = False,
+    preact_interleave: int = 0,
     **sharing: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`reference.dact`."""
-    dpreact, dprobs = _OPS.dact(dact, preact, offsets, probs, activation.encode(), need_dprobs, **sharing)
+    dpreact, dprobs = _OPS.dact(
+        dact, preact, offsets, probs, activation.encode(), need_dprobs, preact_interleave, **sharing
+    )
     return dpreact, empty_as_none(dprobs, need_dprobs)
 
 

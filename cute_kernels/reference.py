@@ -256,9 +256,15 @@ def dact(
     probs: Tensor | None,
     activation: Activation,
     need_dprobs: bool = False,
+    preact_interleave: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """`activation_backward` with tail rows exactly zero, whatever they held."""
+    """`activation_backward` with tail rows exactly zero, whatever they held.
+
+    preact_interleave: how the columns of preact and dpreact lie, as `glu_interleave` has a weight's rows.
+    """
+    preact = deinterleave(preact, preact_interleave, 1)
     dpreact, dprobs = activation_backward(dact, preact, activation, probs, need_dprobs)
+    dpreact = interleave(dpreact, preact_interleave, 1)
     return _tokens_only_(dpreact, offsets), None if dprobs is None else _tokens_only_(dprobs, offsets)
 
 
@@ -273,17 +279,19 @@ def grouped_gemm_act(
     save_preact: bool = True,
     zero_tail: bool = True,
     zero_tail_of: Tensor | None = None,
+    preact_interleave: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """preact = round(x W_gᵀ + b_g), act = round(f(preact)·p); (act [T, I], preact [T, N] or None), zero in the tail.
 
     zero_tail: a kernel may leave the tail undefined where it is False; here it is zero either way. zero_tail_of: a
-    tensor [T, ·] in x's dtype whose tail becomes zero too: the result of a later `grouped_gemm_`.
+    tensor [T, ·] in x's dtype whose tail becomes zero too: the result of a later `grouped_gemm_`. preact_interleave:
+    how the columns of the preact that is returned lie; kernels want glu_interleave for weights stored [K, N], else 0.
     """
     if zero_tail_of is not None:
         _tokens_only_(zero_tail_of, offsets)
     preact = deinterleave(grouped_gemm(x, weights, offsets, bias), glu_interleave, 1)
     act = _tokens_only_(activation_forward(preact, activation, probs), offsets)
-    return act, preact if save_preact else None
+    return act, interleave(preact, preact_interleave, 1) if save_preact else None
 
 
 def grouped_gemm_dact(
@@ -296,13 +304,15 @@ def grouped_gemm_dact(
     need_act: bool = True,
     need_dprobs: bool = False,
     zero_tail: bool = True,
+    preact_interleave: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dA = dy W_g kept in FP32, then its activation's gradients against the saved pre-activation.
 
     Returns (dpreact [T, N], recomputed act·p [T, I] or None, dprobs FP32 [T] or None), zero in the tail.
-    zero_tail: a kernel may leave the tail of dpreact and act undefined where it is False.
+    zero_tail: a kernel may leave the tail of dpreact and act undefined where it is False. preact_interleave: as `dact`.
     """
     grad = _loop_product(dy, each_group(weights), offsets)
-    dpreact, dprobs = dact(grad, preact, offsets, probs, activation, need_dprobs)
-    act = _tokens_only_(activation_forward(preact, activation, probs), offsets)
+    dpreact, dprobs = dact(grad, preact, offsets, probs, activation, need_dprobs, preact_interleave)
+    plain = deinterleave(preact, preact_interleave, 1)
+    act = _tokens_only_(activation_forward(plain, activation, probs), offsets)
     return dpreact, act if need_act else None, dprobs

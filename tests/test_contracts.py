@@ -508,7 +508,10 @@ STORED = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "autocast"])
 @pytest.mark.parametrize("linear", STORED, ids=["separate", "single", "main_grad"])
-@pytest.mark.parametrize(("activation", "interleave"), [("scaled_srelu", None), ("scaled_swiglu", None), ("swiglu", 1)])
+@pytest.mark.parametrize(
+    ("activation", "interleave"),
+    [("scaled_srelu", None), ("scaled_swiglu", None), ("swiglu", 1), ("scaled_clamped", 1), ("geglu", 8)],
+)
 def test_weights_stored_transposed(
     place: Place, activation: str, interleave: int | None, linear: dict, dtype: torch.dtype
 ) -> None:
@@ -516,7 +519,7 @@ def test_weights_stored_transposed(
     mlp = MLP(activation, hidden=64, intermediate=48, bias=True, interleave=interleave, linear=linear)
     plain = MLP(activation, hidden=64, intermediate=48, bias=True, interleave=interleave)
     fuses = place.fused and (dtype == BF16 or place.device == "cuda")
-    options = place.options() if activation == "scaled_srelu" and fuses else {} if place.fused else {"rules": ()}
+    options = place.options() if fuses else {} if place.fused else {"rules": ()}
     model, other = mlp.build(SPLITS, place.device, dtype, **options), place.build(plain, SPLITS)
     state = {k: v.mT if ".weight" in k else v for k, v in other.state_dict().items()}
     model.load_state_dict(state)
@@ -559,8 +562,10 @@ def test_transposed_weights_as_hugging_face_has_them() -> None:
         gate, up = h[:, ::2].clamp(max=7.0), h[:, 1::2].clamp(-7.0, 7.0)
         rows.append((gate * torch.sigmoid(1.702 * gate) * (up + 1)) @ w2)
     torch.testing.assert_close(model(x, sizes, sizes), torch.cat(rows))
-    text = model.to(torch.bfloat16).explain("sm_90a")
-    assert "transposed_weight is True, needs False with clamped_swiglu" in text and "2 of 3 ops fused" in text
+    assert "3 of 3 ops fused" in model.to(torch.bfloat16).explain("sm_90a")
+    model[1] = ops.ClampedSwiGLU(glu_interleave_size=2)
+    text = model.explain("sm_90a")
+    assert "transposed_weight is True, needs False with glu_interleave_size 2" in text and "2 of 3 ops fused" in text
 
 
 def test_transposed_weights_are_drawn_as_nn_linear_draws_them() -> None:

@@ -77,7 +77,8 @@ class Config:
 class Options:
     """Static facts of one kernel.
 
-    kind: "store", "act" or "dact", the epilogue. contracts_rows: the product sums over the weight's rows (dgrad, dact).
+    kind: "store", "act" or "dact", the epilogue. contracts_rows: the product sums over the rows of the weight as it is
+    stored (dgrad, dact; others of a weight stored [K, N]). preact_interleave: blocks of the pre-activation's columns.
     separate: weights are G tensors. factor: dtype of probs or of the bias scale, "" if absent.
     keeps: the optional result is wanted (preact of "act", act of "dact"). has_dprobs: "dact" only.
     dynamic: tiles are taken through a counter (see `tickets`). zeroes_later: "act" zeroes the tail of a later result.
@@ -90,6 +91,7 @@ class Options:
     separate: bool = False
     activation: Activation | None = None
     glu_interleave: int = 0
+    preact_interleave: int = 0
     has_bias: bool = False
     factor: str = ""
     keeps: bool = True

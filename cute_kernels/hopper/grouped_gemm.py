@@ -3,7 +3,10 @@
 Shapes: x, dy [T, ·] bf16 or fp16, widths multiples of 8; offsets int32 [G+1] on the device, never read here. Rows that
 16-byte loads cannot address (a transposed view, an expanded gradient) are copied first; weights never are.
 Weights: one [G, N, K], or G tensors [N, K] at multiples of 16 bytes within 32 GiB of each other; contiguous, or stored
-[K, N] and given as the transposed view, which products take as they are, but a gated activation does not.
+[K, N] and given as the transposed view, read where they lie.
+preact_interleave: how the columns of a pre-activation and its gradient lie, 0 as [gate | up], else in blocks as
+glu_interleave has a weight's rows. A product with a weight stored [K, N] leaves them as that weight's columns lie, so
+it is glu_interleave there; with others it is 0.
 sm_margin: SMs to leave free. counter: int32 [1] zero, if CTAs are to take tiles as they go (dynamic scheduling), and
 zero again afterwards; launches that share one must not overlap. None: tiles are dealt out beforehand (static).
 plans: where a caller keeps what follows from facts, for calls that are alike.
@@ -39,6 +42,8 @@ from cute_kernels.hopper.product_operands import (
     check_bias,
     check_factor,
     check_interleave,
+    check_order,
+    check_preact_interleave,
     check_product,
     check_result,
     contiguous,
@@ -155,10 +160,8 @@ def _dgrad_plan(
     kernel = SM90_GROUPED_GEMM_DGRAD
     n, k = weight_sizes(kernel, weights)
     groups = check_product(kernel, "dy", dy, n, weights, offsets)
-    check_interleave(kernel, glu_interleave, n)
     transposed = are_transposed(kernel, weights)
-    if transposed and glu_interleave:
-        raise ValueError(f"{kernel.name}: glu_interleave is {glu_interleave}, needs 0 for weights stored [K, N]")
+    check_interleave(kernel, glu_interleave, n, transposed)
     options = _options(
         kernel, "store", dy.dtype, k, _spread(kernel, dy, groups), K=k, N=n,
         contracts_rows=not transposed, separate=weights.separate, glu_interleave=glu_interleave,
@@ -178,6 +181,7 @@ def grouped_gemm_act(
     save_preact: bool = True,
     zero_tail: bool = True,
     zero_tail_of: Tensor | None = None,
+    preact_interleave: int = 0,
     sm_margin: int = 0,
     counter: Tensor | None = None,
     plans: Plans = NO_PLANS,
@@ -188,7 +192,8 @@ def grouped_gemm_act(
     """
     plan = plans.get(_act_plan) or plans.keep(_act_plan, _act_plan(
         facts(x), list_facts(weights), facts(offsets), activation, facts_or_none(bias), facts_or_none(probs),
-        glu_interleave, save_preact, zero_tail, facts_or_none(zero_tail_of), sm_margin, facts_or_none(counter),
+        glu_interleave, save_preact, zero_tail, facts_or_none(zero_tail_of), preact_interleave, sm_margin,
+        facts_or_none(counter),
     ))  # fmt: skip
     act = x.new_empty(plan.rows, plan.width)
     preact = x.new_empty(plan.rows, plan.n) if save_preact else None
@@ -208,6 +213,7 @@ def _act_plan(
     save_preact: bool,
     zero_tail: bool,
     later: TensorFacts | None,
+    preact_interleave: int,
     sm_margin: int,
     counter: TensorFacts | None,
 ) -> Plan:
@@ -220,9 +226,11 @@ def _act_plan(
     if n % activation.halves:
         raise ValueError(f"{kernel.name}: N is {n}, needs gate and up halves of the same size for {activation.kind}")
     transposed = are_transposed(kernel, weights)
+    check_order(kernel, preact_interleave, glu_interleave if activation.is_glu else 0, transposed)
     options = _options(
         kernel, "act", x.dtype, n, _spread(kernel, x, groups), K=k, N=n, I=n // activation.halves,
-        activation=activation, glu_interleave=glu_interleave, separate=weights.separate, has_bias=bias is not None,
+        activation=activation, glu_interleave=glu_interleave, preact_interleave=preact_interleave,
+        separate=weights.separate, has_bias=bias is not None,
         factor=factor_name(probs), keeps=save_preact, zero_tail=zero_tail, contracts_rows=transposed,
         dynamic=check_counter(kernel.name, counter, x), zeroes_later=later is not None,
     )  # fmt: skip
@@ -239,6 +247,7 @@ def grouped_gemm_dact(
     need_act: bool = True,
     need_dprobs: bool = False,
     zero_tail: bool = True,
+    preact_interleave: int = 0,
     sm_margin: int = 0,
     counter: Tensor | None = None,
     plans: Plans = NO_PLANS,
@@ -249,7 +258,7 @@ def grouped_gemm_dact(
     """
     plan = plans.get(_dact_plan) or plans.keep(_dact_plan, _dact_plan(
         facts(dy), list_facts(weights), facts(offsets), facts(preact), activation, facts_or_none(probs),
-        need_act, need_dprobs, zero_tail, sm_margin, facts_or_none(counter),
+        need_act, need_dprobs, zero_tail, preact_interleave, sm_margin, facts_or_none(counter),
     ))  # fmt: skip
     dpreact = dy.new_empty(plan.rows, plan.width)
     act = dy.new_empty(plan.rows, plan.k) if need_act else None
@@ -270,6 +279,7 @@ def _dact_plan(
     need_act: bool,
     need_dprobs: bool,
     zero_tail: bool,
+    preact_interleave: int,
     sm_margin: int,
     counter: TensorFacts | None,
 ) -> Plan:
@@ -278,11 +288,12 @@ def _dact_plan(
     groups = check_product(kernel, "dy", dy, h, weights, offsets)
     check_shape(kernel.name, "preact", preact, (dy.shape[0], activation.halves * width), dy, (dy.dtype,))
     check_factor(kernel, "probs", probs, dy)
+    check_preact_interleave(kernel, preact_interleave, activation, width)
     transposed = are_transposed(kernel, weights)
     options = _options(
         kernel, "dact", dy.dtype, width, _spread(kernel, dy, groups), H=h, I=width,
         activation=activation, contracts_rows=not transposed, separate=weights.separate, factor=factor_name(probs),
-        keeps=need_act, has_dprobs=need_dprobs, zero_tail=zero_tail,
+        preact_interleave=preact_interleave, keeps=need_act, has_dprobs=need_dprobs, zero_tail=zero_tail,
         dynamic=check_counter(kernel.name, counter, dy),
     )  # fmt: skip
     return _plan(kernel, options, (dy, preact), groups, h, width, width, sm_margin, transposed)
@@ -377,7 +388,8 @@ def _options(
         transposed_weight=kind == "act" and facts["contracts_rows"],
     )  # fmt: skip
     config = choose(kind, columns, spread, gated, facts.get("has_dprobs", False)).config
-    return Options(kind, dtype_name(dtype), config, activation=activation, glu_interleave=interleave, **facts)
+    by_rows = 0 if facts.get("preact_interleave") else interleave
+    return Options(kind, dtype_name(dtype), config, activation=activation, glu_interleave=by_rows, **facts)
 
 
 def _spread(kernel: Kernel, x: TensorFacts, groups: int) -> Spread:

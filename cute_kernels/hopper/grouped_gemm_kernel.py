@@ -7,6 +7,7 @@ a weight column). 16-bit elements, FP32 sums. What becomes of the sums is the ep
 Tiles of 128 or 64 rows x 192, 128 or 64 columns, 64 contracted elements a stage. A tile never spans groups: rows at or
 past the group's end are computed from whatever follows (each row only reaches its own result) and not stored. The
 columns of a gated tile are 32 of gate, the 32 of up that belong to them, 32 of gate, ...: one box of the weight each.
+Or they are the columns of a weight stored [K, N] as they lie there, in blocks of 1 to 32 (see `epilogues.preact`).
 
 Roles, one CTA per SM, 384 threads, each role walking the same schedule:
     warp 0      loads x and W tiles by TMA; dynamic, takes this CTA's tiles one by one (see `tickets`)
@@ -84,9 +85,9 @@ class GroupedGemm:
         self.block, self.dynamic = options.glu_interleave, options.dynamic
         self.epilogue = make_epilogue(options)
         gated = options.kind == "act" and options.activation is not None and options.activation.is_glu
-        self.halves = 2 if gated else 1
-        """Halves of the weight's rows that meet in a tile, 32 of gate and 32 of up in turn."""
-        self.box_n = epilogue.COLS if gated else self.tile_n
+        self.halves = 2 if gated and not options.preact_interleave else 1
+        """Halves of the weight's rows that meet in a tile, 32 of gate and 32 of up in turn; 1 where they lie so."""
+        self.box_n = epilogue.COLS if self.halves == 2 else self.tile_n
         self.passes = 2 if options.kind == "store" and options.glu_interleave else 1
         """Halves that are contracted one after the other."""
 
@@ -105,17 +106,21 @@ class GroupedGemm:
         tile, box = (self.tile_m, self.tile_n, self.tile_k), (self.tile_m, self.box_n, self.tile_k)
         w_major = LayoutEnum.COL_MAJOR if const_expr(self.contracts_rows) else LayoutEnum.ROW_MAJOR
         layout_x = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.stages)
-        layout_w = sm90.make_smem_layout_b(w_major, tile, self.dtype, self.stages)
         layout_box = sm90.make_smem_layout_b(w_major, box, self.dtype, self.stages * (self.tile_n // self.box_n))
+        layout_w = sm90.make_smem_layout_b(w_major, tile, self.dtype, self.stages)
+        if const_expr(self.contracts_rows and self.halves == 2):  # as the boxes are swizzled
+            columns = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW64, self.dtype)
+            layout_w = cute.tile_to_shape(columns, (self.tile_n, self.tile_k, self.stages), (1, 0, 2))
         layout_staging = epilogue.staging_layout(CONSUMERS * self.epilogue.pieces, self.dtype)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        view = weight_view(w, self.halves * self.passes, self.block, self.contracts_rows, self.separate)
+        in_columns = self.contracts_rows and self.halves == 2
+        view = weight_view(w, self.halves * self.passes, self.block, self.contracts_rows, in_columns, self.separate)
         one_x, one_box = cute.slice_(layout_x, (None, None, 0)), cute.slice_(layout_box, (None, None, 0))
         atom_x, tma_x = cpasync.make_tiled_tma_atom(load, rows_view(x, self.passes), one_x, (tile[0], tile[2]))
         atom_w, tma_w = cpasync.make_tiled_tma_atom(load, view, one_box, (box[1], box[2]))
         atom_e, tma_e = None, None
         if const_expr(self.epilogue.fetched > 0):
-            saved = rows_view(self.epilogue.Args(*epilogue_args).preact, self.epilogue.fetched)
+            saved = rows_view(self.epilogue.Args(*epilogue_args).preact, self.epilogue.preact.halves)
             one = cute.slice_(epilogue.staging_layout(1, self.dtype), (None, None, 0))
             atom_e, tma_e = cpasync.make_tiled_tma_atom(load, saved, one, (epilogue.ROWS, epilogue.COLS))
         sinks = [epilogue.make_sink(*sink) for sink in self.epilogue.sinks(self.epilogue.Args(*epilogue_args))]
@@ -384,8 +389,9 @@ def make_epilogue(options: Options):
     if options.kind == "store":
         return Store(cut, config.pieces, options.zero_tail)
     if options.kind == "act":
-        return Activate(options.activation, cut, config.pieces, options.glu_interleave, options.zero_tail)
-    return Differentiate(options.activation, cut, options.keeps, options.zero_tail)
+        blocks = options.glu_interleave, options.preact_interleave
+        return Activate(options.activation, cut, config.pieces, *blocks, options.zero_tail)
+    return Differentiate(options.activation, cut, options.preact_interleave, options.keeps, options.zero_tail)
 
 
 def build(options: Options):

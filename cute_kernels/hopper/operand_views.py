@@ -8,6 +8,10 @@ has the first three, so that one box is a rectangle of (rows, contraction) in on
     dgrad            dy [T, N] as (T, N, 1)    w [N, K] as (K, N, 1, G)
     dgrad, gated     dy [T, 2I] as (T, I, 2)   w [2I, K] as (K, I, 2, G): both halves contracted in turn
 
+and of weights stored [K, N], which contract their rows going forward,
+
+    forward, gated   x [T, K] as (T, K, 1)     w [K, 2I] as (I, K, 2, G) if its columns are [gate | up], else as any
+
 Interleaved in blocks of g, stored row 2 g b + g h + r is row g b + r of half h, so the I rows become the pair
 (g, I / g) with strides (1, 2 g) rows; TMA counts that as one dimension more, five at most. Extents bound every half:
 what a box covers beyond them is zero.
@@ -40,13 +44,18 @@ def weight_view(
     halves: cutlass.Constexpr,
     block: cutlass.Constexpr,
     contract_rows: cutlass.Constexpr,
+    halve_columns: cutlass.Constexpr,
     separate: cutlass.Constexpr,
 ):
-    """w: stacked [G, N, K], or the lowest of separate tensors [N, K]. contract_rows: dgrad, which sums over N."""
+    """w: stacked [G, N, K], or the lowest of separate tensors [N, K]. contract_rows: the product sums over its rows.
+    halve_columns: the halves are [gate | up] columns, else rows, as `block` says."""
     rows, columns = (w.shape[0], w.shape[1]) if const_expr(separate) else (w.shape[1], w.shape[2])
     width = Int64(columns)
     if const_expr(halves == 1):
         row_shape, row_stride, half_stride = rows, width, 0
+    elif const_expr(halve_columns):
+        row_shape, row_stride, half_stride = rows, width, columns // 2
+        columns = columns // 2
     else:
         row_shape, row_stride, half_stride = half_rows(rows // 2, width, block)
     if const_expr(separate):

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_kernels.activation import Activation
 from cute_kernels.catalog import Kernel
 from cute_kernels.facts import VECTOR_BYTES, ListFacts, TensorFacts
 from cute_kernels.hopper.operands import check_offsets, check_shape
-from cute_kernels.limits import dtype_name
+from cute_kernels.limits import STORED_INTERLEAVES, dtype_name
 
 FACTOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -75,12 +76,32 @@ def check_factor(kernel: Kernel, letter: str, factor: TensorFacts | None, x: Ten
         check_shape(kernel.name, letter, factor, (x.shape[0],), x, FACTOR_DTYPES)
 
 
-def check_interleave(kernel: Kernel, block: int, rows: int) -> None:
-    """A gradient's weight rows are in blocks that tile both halves, and blocks and contraction tiles of 64 nest."""
+def check_interleave(kernel: Kernel, block: int, rows: int, transposed: bool) -> None:
+    """A gradient's weight rows are in blocks that tile both halves, and blocks and contraction tiles of 64 nest; of a
+    weight stored [K, N] they are as the gradient's columns are."""
+    if transposed and block:
+        raise ValueError(f"{kernel.name}: glu_interleave is {block}, needs 0 for weights stored [K, N]")
     if block < 0 or (block and (rows % (2 * block) or (64 % block and block % 64))):
         raise ValueError(
             f"{kernel.name}: glu_interleave is {block}, needs 0 or a divisor of I = N / 2 = {rows // 2} "
             "that divides 64 or is a multiple of it"
+        )
+
+
+def check_order(kernel: Kernel, order: int, block: int, transposed: bool) -> None:
+    """A product's columns come in the order of the columns that its weight is stored with, if they are columns."""
+    wanted, stored = (block, "[K, N]") if transposed else (0, "[N, K]")
+    if order != wanted:
+        raise ValueError(f"{kernel.name}: preact_interleave is {order}, needs {wanted} for weights stored {stored}")
+
+
+def check_preact_interleave(kernel: Kernel, block: int, activation: Activation, width: int) -> None:
+    """Columns of a pre-activation lie as halves, or in blocks that kernels read."""
+    if block and not (activation.is_glu and block in STORED_INTERLEAVES and width % block == 0):
+        sizes = ", ".join(map(str, STORED_INTERLEAVES))
+        raise ValueError(
+            f"{kernel.name}: preact_interleave is {block}, needs 0, or for a gated function one of {sizes} that "
+            f"divides I ({width})"
         )
 
 

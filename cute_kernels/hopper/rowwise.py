@@ -18,6 +18,7 @@ from cute_kernels import launch
 from cute_kernels.activation import Activation
 from cute_kernels.catalog import SM90_DACT, SM90_GROUP_OFFSETS, SM90_GROUPED_DBIAS, SM90_GROUPED_DSCALE
 from cute_kernels.hopper.operands import KEPT, MOST_ROWS, check_offsets, check_shape, multiprocessors, readable
+from cute_kernels.hopper.product_operands import check_preact_interleave
 from cute_kernels.limits import dtype_name
 
 MODULE = "cute_kernels.hopper.rowwise_kernel"
@@ -40,13 +41,15 @@ class GroupOffsetsOptions:
 
 @dataclass(frozen=True)
 class DactOptions:
-    """probs: their dtype, or None for no probs. alone: CTAs have an SM each, and are no more than the call says."""
+    """probs: their dtype, or None for no probs. alone: CTAs have an SM each, and are no more than the call says.
+    preact_interleave: blocks of gate and up columns, 0 for halves."""
 
     element: str
     activation: Activation
     probs: str | None
     need_dprobs: bool
     alone: bool = False
+    preact_interleave: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,12 +119,15 @@ def dact(
     probs: Tensor | None,
     activation: Activation,
     need_dprobs: bool = False,
+    preact_interleave: int = 0,
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """`reference.dact`: (dpreact as preact, dprobs FP32 [T] or None)."""
     rows, width = dact.shape
     probs_dtype = None if probs is None else probs.dtype
-    options = _dact_options(dact.dtype, width, activation, probs_dtype, need_dprobs, sm_margin > 0)
+    options = _dact_options(
+        dact.dtype, width, activation, probs_dtype, need_dprobs, sm_margin > 0, preact_interleave
+    )  # fmt: skip
     check_offsets(SM90_DACT.name, offsets, dact)
     check_shape(SM90_DACT.name, "preact", preact, (rows, activation.halves * width), dact, (dact.dtype,))
     if probs is not None:
@@ -139,11 +145,18 @@ def dact(
 
 @functools.lru_cache(maxsize=4096)
 def _dact_options(
-    element: torch.dtype, width: int, activation: Activation, probs: torch.dtype | None, need_dprobs: bool, alone: bool
+    element: torch.dtype,
+    width: int,
+    activation: Activation,
+    probs: torch.dtype | None,
+    need_dprobs: bool,
+    alone: bool,
+    block: int,
 ) -> DactOptions:
     SM90_DACT.require(dtype=dtype_name(element), I=width, activation=activation.kind)
+    check_preact_interleave(SM90_DACT, block, activation, width)
     probs_name = None if probs is None else dtype_name(probs)
-    return DactOptions(dtype_name(element), activation, probs_name, need_dprobs, alone)
+    return DactOptions(dtype_name(element), activation, probs_name, need_dprobs, alone, block)
 
 
 def grouped_dbias(

@@ -255,6 +255,7 @@ class Dact:
         self.facts = options.activation
         self.curve = functions(options.activation.kind)
         self.halves = 2 if self.curve.GATED else 1
+        self.block = options.preact_interleave
         self.element = TYPES[options.element]
         self.teams = Teams(options.alone)
 
@@ -319,17 +320,35 @@ class Dact:
         for half in range_constexpr(self.halves):
             slopes[half].fill(0.0)
         total = Float32(0.0)
+        firsts = self.firsts(column, width)
         if valid:
             grad = read_vector(dact, row, column)
-            inputs = [read_vector(preact, row, half * width + column) for half in range(self.halves)]
+            vectors = [read_vector(preact, row, first) for first in firsts]
             for e in range_constexpr(VECTOR):
-                value, *parts = self.curve.backward(self.facts, *(x[e] for x in inputs))
+                at = self.inputs_at(e)
+                value, *parts = self.curve.backward(self.facts, *(vectors[i][j] for i, j in at))
                 total += grad[e] * value
                 for half in range_constexpr(self.halves):
-                    slopes[half][e] = grad[e] * factor * parts[half]
-        for half in range_constexpr(self.halves):
-            write_vector(slopes[half], dpreact, row, half * width + column)
+                    i, j = at[half]
+                    slopes[i][j] = grad[e] * factor * parts[half]
+        for i in range_constexpr(self.halves):
+            write_vector(slopes[i], dpreact, row, firsts[i])
         return total
+
+    def firsts(self, column, width):
+        """Where the vectors begin that hold the inputs of 8 columns."""
+        if self.block == 0:
+            return [half * width + column for half in range(self.halves)]
+        if self.block == 1:
+            return [2 * column, 2 * column + VECTOR]
+        gate = column // self.block * (2 * self.block) + column % self.block
+        return [gate, gate + self.block]
+
+    def inputs_at(self, e: int):
+        """(vector, element) of each input of the e-th of 8 columns."""
+        if self.block == 1:
+            return [divmod(2 * e + half, VECTOR) for half in range(2)]
+        return [(half, e) for half in range(self.halves)]
 
 
 def build_dact(options):

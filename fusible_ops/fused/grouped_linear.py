@@ -12,6 +12,7 @@ from fusible_ops.fused.parts import (
     as_rows,
     checked_dtype,
     incoming,
+    interleaves,
     like_rows_of,
     linear_at,
     no_grads,
@@ -86,6 +87,7 @@ class GroupedLinearActivation(FusedOperation):
         ops = self.fusible_parts()
         self.fc, at = linear_at(ops, 0)
         self.act = activation_at(ops, at)
+        self.order, self.block = interleaves(self.fc, self.act)
 
     def fuser_forward(
         self,
@@ -105,9 +107,17 @@ class GroupedLinearActivation(FusedOperation):
         offsets = self.fc.offsets(kernels, x.shape[0], extras)
         if self.fc.covers_all_rows:
             rows = probs_of_tokens(rows, basic_op_ctxs[self.act.at])
-        activation, block = self.act.op.activation, self.act.op.glu_interleave
         y, preact = kernels.grouped_gemm_act(
-            x, weights, offsets, activation, bias, rows, block, save_preact=needs_grad, plans=ctx.plans
+            x,
+            weights,
+            offsets,
+            self.act.op.activation,
+            bias,
+            rows,
+            self.act.op.glu_interleave,
+            save_preact=needs_grad,
+            preact_interleave=self.order,
+            plans=ctx.plans,
         )
         if needs_grad:
             ctx.input_shape, ctx.dtype = input_.shape, dtype
@@ -125,15 +135,18 @@ class GroupedLinearActivation(FusedOperation):
         grads, extra_grads = no_grads(basic_op_ctxs)
         kernels, dy = ctx.kernels, incoming(grad_output, ctx.dtype)
         dpreact, dprobs = kernels.dact(
-            dy, preact, offsets, rows, self.act.op.activation, need_dprobs=self.act.wants_dprobs(basic_op_ctxs)
+            dy, preact, offsets, rows, self.act.op.activation, self.act.wants_dprobs(basic_op_ctxs), self.order
         )
         del preact
-        block = self.act.op.glu_interleave
-        self.fc.put_grads(basic_op_ctxs, grads, kernels, dpreact, x, offsets, glu_interleave=block, plans=ctx.plans)
+        self.fc.put_grads(
+            basic_op_ctxs, grads, kernels, dpreact, x, offsets, glu_interleave=self.block, plans=ctx.plans
+        )
         del x
         if dprobs is not None:
             extra_grads[self.act.at] = [viewed(dprobs, ctx.probs_shape)]
         dx = None
         if ctx.input_requires_grad:
-            dx = viewed(kernels.grouped_gemm_dgrad(dpreact, weights, offsets, block, plans=ctx.plans), ctx.input_shape)
+            dx = viewed(
+                kernels.grouped_gemm_dgrad(dpreact, weights, offsets, self.block, plans=ctx.plans), ctx.input_shape
+            )
         return dx, grads, extra_grads

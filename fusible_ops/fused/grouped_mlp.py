@@ -15,6 +15,7 @@ from fusible_ops.fused.parts import (
     as_rows,
     checked_dtype,
     incoming,
+    interleaves,
     like_rows_of,
     linear_at,
     no_grads,
@@ -48,6 +49,7 @@ class GroupedMLP(FusedOperation):
         self.fc2, end = linear_at(ops, at + 1)
         if end != len(ops):
             raise TypeError(f"GroupedMLP takes linear, activation, linear; got {len(ops) - end} more ops")
+        self.order, self.block = interleaves(self.fc1, self.act)
 
     def fuser_forward(
         self,
@@ -119,7 +121,7 @@ class GroupedMLP(FusedOperation):
         activation, block, same = self.act.op.activation, self.act.op.glu_interleave, offsets1 is offsets2
         y = x.new_empty(x.shape[0], self.fc2.out_features) if same else None
         act, preact = kernels.grouped_gemm_act(
-            x, weights1, offsets1, activation, bias1, rows, block, keeps, not same, y, plans=plans1
+            x, weights1, offsets1, activation, bias1, rows, block, keeps, not same, y, self.order, plans=plans1
         )
         if y is None:
             y = kernels.grouped_gemm(act, weights2, offsets2, bias2, factors, plans=plans2)
@@ -148,7 +150,7 @@ class GroupedMLP(FusedOperation):
         grads, extra_grads = no_grads(basic_op_ctxs)
         kernels, dy = ctx.kernels, incoming(grad_output, ctx.dtype)
         plans1, plans2 = (ctx.plans, ctx2.plans) if ctx.same_offsets else (NO_PLANS, NO_PLANS)
-        dpreact, dprobs = None, None
+        block, dpreact, dprobs, dx = self.block, None, None, None
         if preact is not None:
             dpreact, act, dprobs = kernels.grouped_gemm_dact(
                 dy,
@@ -160,12 +162,12 @@ class GroupedMLP(FusedOperation):
                 need_act=ctx2.wants[0],
                 need_dprobs=self.act.wants_dprobs(basic_op_ctxs),
                 zero_tail=not ctx.same_offsets,
+                preact_interleave=self.order,
                 plans=plans2,
             )
         del preact
         fc2.put_grads(basic_op_ctxs, grads, kernels, dy, act, offsets2, scales=scales, plans=plans2)
         del act
-        block, dx = act_op.glu_interleave, None
         if dpreact is not None:
             fc1.put_grads(basic_op_ctxs, grads, kernels, dpreact, x, offsets1, glu_interleave=block, plans=plans1)
         del x

@@ -81,7 +81,7 @@ class GroupedPart:
 
     def __init__(self, op: GroupedLinear, at: int) -> None:
         self.op, self.at = op, at
-        self.out_features = op.out_features
+        self.out_features, self.transposed = op.out_features, op.transposed_weight
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -126,6 +126,7 @@ class DensePart:
     """A BasicLinear at position `at`, and the Bias after it if there is one: one group that holds every row."""
 
     covers_all_rows = True
+    transposed = False
 
     def __init__(self, linear: BasicLinear, bias: Bias | None, at: int) -> None:
         self.op, self.bias_op, self.at = linear, bias, at
@@ -194,6 +195,15 @@ class ActivationPart:
 
 
 LinearPart = GroupedPart | DensePart
+
+
+def interleaves(fc: LinearPart, act: ActivationPart) -> tuple[int, int]:
+    """(how the columns of the pre-activation between the two lie, glu_interleave of products with it and the weight).
+
+    A weight stored [K, N] leaves the columns as its own, and then nothing is to be rearranged.
+    """
+    block = act.op.glu_interleave
+    return (block, 0) if fc.transposed else (0, block)
 
 
 def linear_at(ops: Sequence[BasicOperation], at: int) -> tuple[LinearPart, int]:

@@ -48,6 +48,8 @@ ROWWISE = (
     GroupOffsetsOptions("int64"),
     *(DactOptions("bfloat16", Activation(kind), "float32", True) for kind in SM90_ACTIVATIONS),
     DactOptions("float16", Activation("clamped_swiglu", 7.0, 1.702, 1.0), None, False),
+    DactOptions("bfloat16", Activation("clamped_swiglu", 7.0, 1.702, 1.0), "float32", True, preact_interleave=1),
+    DactOptions("bfloat16", Activation("swiglu"), None, True, preact_interleave=8),
     ColumnSumsOptions("bfloat16", None, False),
     ColumnSumsOptions("float16", "float32", True),
     RowDotsOptions("bfloat16"),

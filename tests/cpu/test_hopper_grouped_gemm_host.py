@@ -63,7 +63,7 @@ def test_a_scale_without_a_bias_is_not_passed(launched: list) -> None:
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_weights_stored_transposed_are_read_where_they_are(launched: list, separate: bool) -> None:
-    """Forward reads them as the others' gradient does, and the other way round; a gated activation refuses."""
+    """Forward reads them as the others' gradient does, and the other way round."""
     buffer, preact = torch.zeros(G, K, N, dtype=BF16), rows(2 * K)
     weights = [w.mT for w in buffer] if separate else [buffer.mT]
     host.grouped_gemm(rows(K), weights, OFFSETS)
@@ -73,13 +73,29 @@ def test_weights_stored_transposed_are_read_where_they_are(launched: list, separ
     assert [options.contracts_rows for options, _ in launched] == [True, False, True, False]
     for _, (_, w, *_) in launched:
         assert w.shape[-2:] == (K, N) and w.is_contiguous() and w.data_ptr() == buffer.data_ptr()
-    with pytest.raises(ValueError, match="transposed_weight is True, needs False with swiglu"):
-        host.grouped_gemm_act(rows(K), weights, OFFSETS, Activation("swiglu"))
     with pytest.raises(ValueError, match="glu_interleave is 8, needs 0 for weights stored"):
         host.grouped_gemm_dgrad(rows(N), weights, OFFSETS, 8)
     with pytest.raises(ValueError, match="contiguous, or all of them transposed views"):
         host.grouped_gemm(rows(K), [*weights[:-1], torch.zeros(G, N, 2 * K, dtype=BF16)[..., ::2]][-1:], OFFSETS)
     assert len(launched) == 4
+
+
+@pytest.mark.parametrize("block", [0, 1, 8, 32])
+def test_a_gated_activation_leaves_its_input_as_stored_columns_lie(launched: list, block: int) -> None:
+    """The kernel takes the columns of a weight stored [K, N] as they are, and knows no rows."""
+    wide = 2 * 64
+    weights = [torch.zeros(G, K, wide, dtype=BF16).mT]
+    act, preact = host.grouped_gemm_act(
+        rows(K), weights, OFFSETS, SWIGLU, glu_interleave=block, preact_interleave=block
+    )
+    assert (act.shape, preact.shape) == ((T, wide // 2), (T, wide))
+    dy = rows(N)
+    host.grouped_gemm_dact(dy, [torch.zeros(G, N, 64, dtype=BF16)], OFFSETS, preact, SWIGLU, preact_interleave=block)
+    assert [(options.preact_interleave, options.glu_interleave) for options, _ in launched] == [(block, 0)] * 2
+    with pytest.raises(ValueError, match=rf"preact_interleave is 16, needs {block} for weights stored \[K, N"):
+        host.grouped_gemm_act(rows(K), weights, OFFSETS, SWIGLU, glu_interleave=block, preact_interleave=16)
+    with pytest.raises(ValueError, match=r"preact_interleave is 8, needs 0 for weights stored \[N, K"):
+        host.grouped_gemm_act(rows(K), stacked(), OFFSETS, SWIGLU, glu_interleave=8, preact_interleave=8)
 
 
 def test_separate_weights_become_distances_from_the_lowest(launched: list) -> None:
@@ -155,6 +171,16 @@ def test_rows_that_tma_cannot_address_are_copied(launched: list) -> None:
         (lambda: host.grouped_gemm_act(rows(K), stacked(), OFFSETS, SWIGLU, glu_interleave=128), "glu_interleave"),
         (lambda: host.grouped_gemm_act(rows(K), stacked(), OFFSETS, SWIGLU, probs=torch.zeros(3)), "probs"),
         (lambda: host.grouped_gemm_dact(rows(N), stacked(), OFFSETS, rows(K), SWIGLU), "preact"),
+        (
+            lambda: host.grouped_gemm_act(
+                rows(K), [torch.zeros(G, K, N, dtype=BF16).mT], OFFSETS, SWIGLU, glu_interleave=2, preact_interleave=2
+            ),
+            "transposed_weight is True, needs False with glu_interleave_size 2",
+        ),
+        (
+            lambda: host.grouped_gemm_dact(rows(N), stacked(), OFFSETS, rows(2 * K), SWIGLU, preact_interleave=16),
+            "preact_interleave is 16, needs 0, or .* one of 1, 8, 16, 32 that divides I .24",
+        ),
     ],
 )
 def test_refusals_name_the_argument_and_come_before_any_launch(launched: list, call, words: str) -> None:

@@ -3,12 +3,16 @@
     for tool in memcheck racecheck synccheck; do
         compute-sanitizer --tool $tool --report-api-errors no python -m tests.gpu.small_case; done
 
+Numbers after it choose among CASES; racecheck takes minutes for all of them, one after the other.
+
 Ragged and empty groups with a tail, all rows but a few in one group, many groups of which most are empty, no rows at
 all; widths that fill no tile, and 768; plain and interleaved weights, bias, probs, scales, main_grad, weights apart;
-alone on the device, and with tiles taken as they go on few SMs.
+weights stored [K, N]; alone on the device, and with tiles taken as they go on few SMs.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 
@@ -18,11 +22,14 @@ from tests.models import MLP, Inputs, step
 RAGGED = Splits("ragged", (70, 0, 130), rows=220)
 SKEWED = full("skewed", 1, 0, 509, 1, 1, 0, 2, 1)
 MANY = Splits("many", tuple((g * 7) % 4 if g % 3 == 0 else 0 for g in range(64)), rows=50)
+STORED = {"transposed_weight": True}
 CASES = (
     (MLP("scaled_swiglu", hidden=328, intermediate=136, bias=True, scale_bias=True), (RAGGED, SKEWED)),
     (MLP("geglu", hidden=200, intermediate=256, interleave=32), (RAGGED,)),
     (MLP("srelu", hidden=136, intermediate=200), (RAGGED, Splits("empty", (0, 0, 0), rows=0))),
     (MLP("scaled_swiglu", hidden=768, intermediate=384, interleave=1), (SKEWED, MANY)),
+    (MLP("scaled_clamped", hidden=136, intermediate=200, bias=True, interleave=1, linear=STORED), (RAGGED,)),
+    (MLP("geglu", hidden=136, intermediate=136, linear=STORED), (SKEWED,)),
 )
 
 
@@ -44,7 +51,8 @@ def run(mlp: MLP, splits: Splits, sharing: dict) -> None:
 
 
 def main() -> None:
-    for mlp, several in CASES:
+    chosen = map(int, sys.argv[1:]) if sys.argv[1:] else range(len(CASES))
+    for mlp, several in map(CASES.__getitem__, chosen):
         for splits in several:
             for sharing in SHARINGS:
                 run(mlp, splits, sharing)

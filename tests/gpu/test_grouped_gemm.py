@@ -23,6 +23,7 @@ ACTIVATIONS = [Activation(kind) for kind in SM90_ACTIVATIONS if kind != "clamped
     Activation("clamped_swiglu", 1.0, 1.702, 1.0),
     Activation("clamped_swiglu", None, 1.702, 0.0),
 ]
+CLAMPED = Activation("clamped_swiglu", 1.0, 1.702, 1.0)
 INTERLEAVES = (0, 1, 2, 8, 32, 64, 128)
 
 
@@ -191,6 +192,56 @@ def test_act_kinds(activation: Activation, variant: str) -> None:
     alone, nothing = hopper("grouped_gemm_act")(x, w, offsets, activation, probs=probs, save_preact=False)
     assert nothing is None
     assert_bitwise_equal(alone, act, "act without preact")
+
+
+def stored(weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same values stored [K, N], as the transposed views of that."""
+    return [w.mT.contiguous().mT for w in weights]
+
+
+@pytest.mark.parametrize(
+    ("block", "separate"), [(0, False), (0, True), (1, False), (1, True), (8, False), (16, True), (32, False)]
+)
+def test_act_of_weights_stored_transposed(block: int, separate: bool, variant: str) -> None:
+    """The pre-activation comes in the order of the weight's columns; the input's gradient takes it so."""
+    width = 352 if block >= 16 else 328
+    x, offsets = 2 * rows_of(RAGGED, 136), offsets_of(RAGGED)
+    w = stored(weights_of(RAGGED, 2 * width, 136, separate=separate))
+    bias = torch.randn(RAGGED.groups, 2 * width, device="cuda").to(BF16)
+    probs = torch.rand(RAGGED.rows, device="cuda").to(BF16)
+    poison((RAGGED.rows, width), (RAGGED.rows, 2 * width))
+    result = hopper("grouped_gemm_act")(x, w, offsets, CLAMPED, bias, probs, block, preact_interleave=block)
+    check(result, "grouped_gemm_act", x, w, offsets, CLAMPED, bias, probs, block, preact_interleave=block)
+    check_tail(RAGGED, *result)
+    act, preact = hopper("grouped_gemm_act")(x, [t.contiguous() for t in w], offsets, CLAMPED, bias, probs, block)
+    assert_bitwise_equal(result[0], act, "act, however the weight lies")
+    assert_bitwise_equal(result[1], reference.interleave(preact, block, 1), "preact")
+    check(hopper("grouped_gemm_dgrad")(result[1], w, offsets), "grouped_gemm_dgrad", result[1], w, offsets)
+
+
+@pytest.mark.parametrize("splits", (*SPLITS, MANY), ids=str)
+def test_act_of_pairs_of_stored_columns(splits: Splits) -> None:
+    x, w, offsets = rows_of(splits, 72), stored(weights_of(splits, 2 * 136, 72)), offsets_of(splits)
+    result = hopper("grouped_gemm_act")(x, w, offsets, SWIGLU, glu_interleave=1, preact_interleave=1)
+    check(result, "grouped_gemm_act", x, w, offsets, SWIGLU, glu_interleave=1, preact_interleave=1)
+    check_tail(splits, *result)
+
+
+@pytest.mark.parametrize("block", [1, 8, 16, 32])
+def test_dact_of_interleaved_columns(block: int, variant: str) -> None:
+    """The bits of [gate | up], rearranged."""
+    width = 352 if block >= 16 else 328
+    dy, offsets = rows_of(RAGGED, 136), offsets_of(RAGGED)
+    w, preact = weights_of(RAGGED, 136, width), 2 * rows_of(RAGGED, 2 * width)
+    operands, wanted = (CLAMPED, torch.rand(RAGGED.rows, device="cuda")), {"need_act": True, "need_dprobs": True}
+    want = hopper("grouped_gemm_dact")(dy, w, offsets, preact, *operands, **wanted)
+    mixed = reference.interleave(preact, block, 1)
+    for weights in (w, stored(w))[: 2 if block == 1 else 1]:
+        got = hopper("grouped_gemm_dact")(dy, weights, offsets, mixed, *operands, **wanted, preact_interleave=block)
+        check_tail(RAGGED, *got)
+        assert_bitwise_equal(got[0], reference.interleave(want[0], block, 1), "dpreact")
+        for name, mine, other in zip(("act", "dprobs"), got[1:], want[1:], strict=True):
+            assert_bitwise_equal(mine, other, name)
 
 
 def test_act_keeps_relative_accuracy_at_very_negative_gates() -> None:

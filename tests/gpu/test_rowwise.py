@@ -138,6 +138,18 @@ def test_dact_of_views():
     assert_bitwise_equal(got, want)
 
 
+@pytest.mark.parametrize("block", [1, 8, 16, 32])
+def test_dact_of_interleaved_columns(block):
+    """The bits of [gate | up], rearranged."""
+    width, clamped = 352 if block >= 16 else 328, Activation("clamped_swiglu", 1.0, 1.702, 1.0)
+    preact, grad = rows(TAIL, 2 * width), rows(TAIL, width)
+    operands = offsets_of(TAIL), torch.rand(TAIL.rows, device="cuda"), clamped, True
+    want = dact(grad, preact, *operands)
+    got = dact(grad, reference.interleave(preact, block, 1), *operands, block)
+    assert_bitwise_equal(got[0], reference.interleave(want[0], block, 1))
+    assert_bitwise_equal(got[1], want[1])
+
+
 # Bias gradients
 
 

@@ -3,7 +3,7 @@
 args: (act [T, I], preact [T, 2I or I] or None, bias [G, 2I or I] or None, probs [T] or None, later [T, ·] or None, the
 result of a later product, whose tail is zeroed here). The pre-activation is rounded first, stored as `[gate | up]`, and
 f is computed in FP32 from the rounded value. A gated tile's columns are 32 of gate, then the 32 of up that belong to
-them, and so on.
+them, and so on; or they are stored columns, and the pre-activation is stored so (see `preact`).
 
 The functions come from the module named as the activation, beside this one: `GATED`, `forward(facts, *inputs)` and
 `backward(facts, *inputs)` (value, then one slope an input), written on FP32 scalars. A new activation is a new file.
@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from cute_kernels.hopper.epilogues import epilogue
+from cute_kernels.hopper.epilogues.preact import Columns
 
 FUNCTIONS = "cute_kernels.hopper.epilogues"
 
@@ -30,13 +31,13 @@ class Activate:
 
     fetched = 0
 
-    def __init__(self, facts, cut: epilogue.Cut, pieces: int, glu_interleave: int, zero_tail: bool):
+    def __init__(self, facts, cut: epilogue.Cut, pieces: int, glu_interleave: int, block: int, zero_tail: bool):
         self.facts, self.cut, self.pieces, self.zero_tail = facts, cut, pieces, zero_tail
         self.glu_interleave = glu_interleave
         self.curve = functions(facts.kind)
-        self.halves = 2 if self.curve.GATED else 1
-        self.width = cut.tile_n // self.halves
-        """Columns of a tile within one half of the pre-activation, which are those of its act."""
+        self.preact = Columns(2 if self.curve.GATED else 1, block)
+        self.width = cut.tile_n // self.preact.inputs
+        """Columns of a tile's act."""
 
     class Args(NamedTuple):
         act: cute.Tensor
@@ -49,7 +50,7 @@ class Activate:
         return args.bias
 
     def sinks(self, args):
-        results = ((args.act, 1), (args.preact, self.halves))
+        results = ((args.act, 1), (args.preact, self.preact.halves))
         return results if args.preact is not None else results[:1]
 
     def zeroed(self, args):
@@ -59,12 +60,14 @@ class Activate:
     def load(self, args, tile, room):
         values = None
         if args.bias is not None:
-            values, width = [], args.act.shape[1]
+            values, halves = [], self.preact.halves
+            width = args.bias.shape[1] // halves
             for first in range(0, self.cut.tile_n, 128):
                 run, inside = (first + room.thread) // epilogue.COLS, room.thread % epilogue.COLS
-                half = run % self.halves
-                column = tile.column_tile * self.width + run // self.halves * epilogue.COLS + inside
-                index = epilogue.bias_column(column, half, width, self.glu_interleave) if self.halves == 2 else column
+                column = tile.column_tile * (self.cut.tile_n // halves) + run // halves * epilogue.COLS + inside
+                index = column
+                if halves == 2:
+                    index = epilogue.bias_column(column, run % halves, width, self.glu_interleave)
                 values.append(epilogue.read_bias(args.bias, tile.group, index, column, width))
         return epilogue.held(self.cut, values, args.probs, tile, room)
 
@@ -78,17 +81,18 @@ class Activate:
         if factors is not None:
             factors = [factor.to(dtype).to(Float32) for factor in factors]
         for block, column in cut.places(self.width):
-            place = block, tile.column_tile * self.width + column
-            firsts = [self.halves * column + epilogue.COLS * half for half in range(self.halves)]
-            inputs = [cut.take(preact, block, first) for first in firsts]
+            inputs, first = self.preact.inputs, tile.column_tile * self.width + column
+            values = cut.take(preact, block, inputs * column, inputs)
             if zero is not None:
-                inputs = [epilogue.not_before(zero, values) for values in inputs]
+                values = epilogue.not_before(zero, values)
             if args.preact is not None:
-                for half, values in enumerate(inputs):
-                    epilogue.emit(values, sent, self.pieces, room.sinks[1], tile, room, place, half)
+                for index in range(inputs):
+                    there, half = self.preact.place(first, index)
+                    piece = epilogue.part(values, index, epilogue.COLS // 2)
+                    epilogue.emit(piece, sent, self.pieces, room.sinks[1], tile, room, (block, there), half)
                     sent += 1
-            act = epilogue.rounded(self.apply(inputs, block, factors), dtype)
-            zero = epilogue.emit(act, sent, self.pieces, room.sinks[0], tile, room, place, 0)
+            act = self.preact.rounded(self.apply(self.preact.inputs_of(values), block, factors), dtype, room.thread)
+            zero = epilogue.emit(act, sent, self.pieces, room.sinks[0], tile, room, (block, first), 0)
             sent += 1
         return phase
 
@@ -98,5 +102,5 @@ class Activate:
         result = cute.make_rmem_tensor((count,), Float32)
         for i in range(count):
             value = self.curve.forward(self.facts, *(x[i].to(Float32) for x in inputs))
-            result[i] = value if factors is None else value * factors[2 * block + i // 2 % 2]
+            result[i] = value if factors is None else value * factors[2 * block + self.preact.row_of(i)]
         return result

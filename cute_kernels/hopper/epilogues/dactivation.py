@@ -17,6 +17,7 @@ from cutlass import Boolean, Float32, const_expr, range_constexpr
 from cute_kernels.hopper.configs import SETS
 from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.activation import functions
+from cute_kernels.hopper.epilogues.preact import Columns
 from cute_kernels.hopper.operand_views import partition
 
 
@@ -30,29 +31,32 @@ def write_row_sum(partial: cute.Tensor, total, row, end, column_tile, thread):
 
 
 @cute.jit
-def fill(leads, room, row, column, first: cutlass.Constexpr, barrier, halves: cutlass.Constexpr):
-    """The leading warp fetches a set: rows row.., columns column.. of each half, to this warpgroup's pieces first.."""
+def fill(
+    leads, room, row, column, first: cutlass.Constexpr, barrier, inputs: cutlass.Constexpr, apart: cutlass.Constexpr
+):
+    """The leading warp fetches a set: rows row.., from columns column.. on, to this warpgroup's pieces first.. `inputs`
+    pieces, of as many halves, or beside each other."""
     if leads:
         atom, source = room.saved
         with cute.arch.elect_one():
-            size = halves * epilogue.ROWS * epilogue.COLS * room.staging.element_type.width // 8
+            size = inputs * epilogue.ROWS * epilogue.COLS * room.staging.element_type.width // 8
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-        boxes = cute.local_tile(
-            cute.domain_offset((row, column, 0), source), (epilogue.ROWS, epilogue.COLS), (0, 0, None)
-        )
+        which = (0, 0, None) if const_expr(apart) else (0, None, 0)
+        boxes = cute.local_tile(cute.domain_offset((row, column, 0), source), (epilogue.ROWS, epilogue.COLS), which)
         target, boxes = partition(atom, room.staging, boxes)
-        for half in range_constexpr(halves):
-            cute.copy(atom, boxes[None, half], target[None, room.first + first + half], tma_bar_ptr=barrier)
+        for index in range_constexpr(inputs):
+            cute.copy(atom, boxes[None, index], target[None, room.first + first + index], tma_bar_ptr=barrier)
 
 
 class Differentiate:
     """The gradient of an activation, formed from FP32 sums and the saved pre-activation."""
 
-    def __init__(self, facts, cut: epilogue.Cut, has_act: bool, zero_tail: bool):
+    def __init__(self, facts, cut: epilogue.Cut, block: int, has_act: bool, zero_tail: bool):
         self.facts, self.cut, self.has_act, self.zero_tail = facts, cut, has_act, zero_tail
         self.curve = functions(facts.kind)
-        self.halves = self.fetched = 2 if self.curve.GATED else 1
-        self.set = self.halves + has_act
+        self.inputs = self.fetched = 2 if self.curve.GATED else 1
+        self.preact = Columns(self.inputs, block)
+        self.set = self.inputs + has_act
         """Pieces of a set: those fetched, then act."""
         self.pieces = SETS * self.set
 
@@ -67,7 +71,7 @@ class Differentiate:
         return None
 
     def sinks(self, args):
-        results = ((args.dpreact, self.halves), (args.act, 1))
+        results = ((args.dpreact, self.preact.halves), (args.act, 1))
         return results if self.has_act else results[:1]
 
     def zeroed(self, args):
@@ -82,7 +86,8 @@ class Differentiate:
     def fill(self, number: int, row, tile, room, leads):
         """Fetch what piece `number` of the block of rows `row`.. needs."""
         slot, column = number % SETS, tile.column_tile * self.cut.tile_n + number * epilogue.COLS
-        fill(leads, room, row, column, slot * self.set, room.filled + slot, self.halves)
+        (first, _), apart = self.preact.place(column, 0), self.preact.halves == self.inputs
+        fill(leads, room, row, first, slot * self.set, room.filled + slot, self.inputs, apart)
 
     @cute.jit
     def finish(self, args, held, acc, tile, room, phase):
@@ -117,8 +122,10 @@ class Differentiate:
             room.barrier.arrive_and_wait()
             column = tile.column_tile * cut.tile_n + number * epilogue.COLS
             for index in range(self.set):
-                sink, half = (room.sinks[0], index) if index < self.halves else (room.sinks[1], 0)
-                epilogue.send(room.leads, sink, room.piece(first + index), tile, column, half)
+                sink, (there, half) = room.sinks[1], (column, 0)
+                if index < self.inputs:
+                    sink, (there, half) = room.sinks[0], self.preact.place(column, index)
+                epilogue.send(room.leads, sink, room.piece(first + index), tile, there, half)
             epilogue.close(room.leads)
             epilogue.wait_sent(room.leads, 0)
             if number + SETS < count:
@@ -135,20 +142,29 @@ class Differentiate:
         """One of a thread's two rows of a piece, in place, in the set from piece `first` on; its share of Σ dA·f."""
         total = Float32(0.0)
         chunks = range(epilogue.COLS // 8)
-        places = [[words.at(first + index, row, chunk) for index in range(self.set)] for chunk in chunks]
-        fetched = [[pair[0] for pair in pairs[: self.halves]] for pairs in places]
+        places = [self.places(words, row, first, chunk) for chunk in chunks]
+        fetched = [[pair[0] for pair in pairs[: self.inputs]] for pairs in places]
         for chunk, pairs in enumerate(places):
-            inputs = [epilogue.unpacked(word, dtype) for word in fetched[chunk]]
+            read = [epilogue.unpacked(word, dtype) for word in fetched[chunk]]
             results = [[None, None] for _ in pairs]
             for e in range(2):
                 grad = acc[4 * chunk + 2 * row + e]
-                value, *slopes = self.curve.backward(self.facts, *(x[e].to(Float32) for x in inputs))
+                at = [(e, index) if self.preact.pairs else (index, e) for index in range(self.inputs)]
+                value, *slopes = self.curve.backward(self.facts, *(read[i][j].to(Float32) for i, j in at))
                 total = total + grad * value
                 scaled = grad * factor
-                for half in range(self.halves):
-                    results[half][e] = scaled * slopes[half]
+                for (i, j), slope in zip(at, slopes, strict=True):
+                    results[i][j] = scaled * slope
                 if self.has_act:
-                    results[self.halves][e] = value * factor
+                    results[self.inputs][e] = value * factor
             for pair, result in zip(pairs, results, strict=True):
                 pair[0] = epilogue.packed(result[0], result[1], dtype)
         return total
+
+    def places(self, words, row: int, first, chunk: int):
+        """Where the words lie that a thread reads and writes for columns 8 chunk to 8 chunk + 8 of act."""
+        if self.preact.pairs:
+            found = [words.wide_at(first + chunk // 2, row, chunk % 2, word) for word in range(2)]
+        else:
+            found = [words.at(first + piece, row, eight) for piece, eight in self.preact.eights_of(chunk)]
+        return found + [words.at(first + self.inputs, row, chunk)] * self.has_act

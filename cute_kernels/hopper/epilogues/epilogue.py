@@ -96,10 +96,10 @@ class Cut(NamedTuple):
         """Which of a thread's sums is the first of its pair in row `row` of its 2 a block, columns `column` to + 8."""
         return row // 2 * self.tile_n // 2 + column // 2 + row % 2 * 2
 
-    def take(self, values: cute.Tensor, block: int, column: int):
-        """A thread's values of the piece that starts there."""
+    def take(self, values: cute.Tensor, block: int, column: int, pieces: int = 1):
+        """A thread's values of the piece that starts there, or of that and the next ones."""
         start = block * self.tile_n // 2 + column // 2
-        return cute.make_tensor(values.iterator + start, cute.make_layout(COLS // 2))
+        return cute.make_tensor(values.iterator + start, cute.make_layout(pieces * COLS // 2))
 
 
 def staging_layout(pieces: int, dtype):
@@ -133,11 +133,18 @@ class Words:
     def __init__(self, room: Room):
         self.base = cute.recast_ptr(room.piece(0).iterator, cute.make_swizzle(0, 4, 3), dtype=Uint32)
         row, word = room.row(), room.thread % 4
-        self.offsets = [row * (COLS // 2) + 4 * (chunk ^ (row // 2 % 4)) + word for chunk in range(COLS // 8)]
+        start, turn = row * (COLS // 2), row // 2 % 4
+        self.offsets = [start + 4 * (chunk ^ turn) + word for chunk in range(COLS // 8)]
+        self.wide = [start + 4 * ((2 * run + word // 2) ^ turn) + word % 2 * 2 for run in range(COLS // 16)]
 
     def at(self, piece, row: int, chunk: int):
         """The pair in the thread's row (0, or 1: 8 below) and in columns 8 chunk to 8 chunk + 8, a tensor of one."""
         offset = self.offsets[chunk] + piece * (ROWS * COLS // 2) + row * (8 * COLS // 2)
+        return cute.make_tensor(self.base + offset, cute.make_layout(1))
+
+    def wide_at(self, piece, row: int, run: int, word: int):
+        """Of the 4 neighbours that are the thread's, were 16 columns shared by 4, the first or the second pair."""
+        offset = self.wide[run] + word + piece * (ROWS * COLS // 2) + row * (8 * COLS // 2)
         return cute.make_tensor(self.base + offset, cute.make_layout(1))
 
 
