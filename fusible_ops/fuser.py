@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from cute_kernels.facts import WITHOUT_MEMORY, facts
 from cute_kernels.ops import are_plain, formulas
@@ -187,18 +188,10 @@ class OperationFuser:
         recipe = self._automatic(x, autocast_dtype) if isinstance(active, str) else active
         if recipe is None and isinstance(x, QuantizedTensor):
             x = x.dequantize()
-        held = [op.hold(owner) for op, owner in self.named]
-        extras = [extra_inputs[span] for span in self._extra_spans]
-        parameters = [p for own in held for p in own.parameters]
-        tensors = x, extra_inputs, parameters, held
-        for route in () if basic_op_kwargs else self._recent:
-            if route.autocast_dtype is autocast_dtype and route.recipe is recipe and route.fits(*tensors):
-                break
-        else:
-            route = self._route(*tensors, extras, basic_op_kwargs, autocast_dtype, recipe)
+        call, parameters = self.call_for(x, extra_inputs, autocast_dtype, recipe, basic_op_kwargs)
+        route = call.route
         if basic_op_kwargs or route.is_full:
-            return self._call_fully(x, extra_inputs, parameters, held, route, basic_op_kwargs)
-        call = Call(self, route, held, extras, [{} for _ in held])
+            return self._call_fully(call, x, extra_inputs, parameters, basic_op_kwargs)
         records = torch.is_grad_enabled()
         with without_autocast(x.device, autocast_dtype):
             if records:
@@ -211,20 +204,40 @@ class OperationFuser:
             self._shorten(route, call.contexts, x, extra_inputs)
         return y
 
-    def _call_fully(
+    def call_for(
         self,
         x: Tensor,
         extra_inputs: Sequence[Tensor],
+        autocast_dtype: torch.dtype | None,
+        recipe: Recipe | None,
+        basic_op_kwargs: Sequence[dict[str, Any]] | None = None,
+    ) -> tuple[Call, list[Parameter]]:
+        """A call with these tensors, which passed every check and has run nothing yet; the parameters that it found."""
+        held = [op.hold(owner) for op, owner in self.named]
+        extras = [extra_inputs[span] for span in self._extra_spans]
+        parameters = [p for own in held for p in own.parameters]
+        tensors = x, extra_inputs, parameters, held
+        for route in () if basic_op_kwargs else self._recent:
+            if route.autocast_dtype is autocast_dtype and route.recipe is recipe and route.fits(*tensors):
+                break
+        else:
+            route = self._route(*tensors, extras, basic_op_kwargs, autocast_dtype, recipe)
+        return Call(self, route, held, extras, [{} for _ in held]), parameters
+
+    def _call_fully(
+        self,
+        plain: Call,
+        x: Tensor,
+        extra_inputs: Sequence[Tensor],
         parameters: Sequence[Tensor],
-        held: list[Held],
-        route: Route,
         kwargs: Sequence[dict[str, Any]] | None,
     ) -> Any:
         """A call with more than extra inputs: y, or (y, *extra outputs)."""
         from fusible_ops.full_call import FullCall, record_fully, separate
 
-        call = FullCall(self, route, held, self.routing.placed(extra_inputs), kwargs or [{} for _ in held])
-        with without_autocast(x.device, route.autocast_dtype):
+        held = plain.held
+        call = FullCall(self, plain.route, held, self.routing.placed(extra_inputs), kwargs or [{} for _ in held])
+        with without_autocast(x.device, call.route.autocast_dtype):
             if torch.is_grad_enabled():
                 results = record_fully(x, call, *parameters, *extra_inputs)
             else:

@@ -17,7 +17,7 @@ from cute_kernels.limits import dtype_name
 from fusible_ops import checks
 from fusible_ops.autocast_mode import current_model_init
 from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
-from fusible_ops.parameters import Held, Unchanged, WeightGrad, accumulate_main_grads, main_grads, pack_
+from fusible_ops.parameters import Held, Unchanged, WeightGrad, accumulate_main_grads, main_grads, pack_, signal_added
 from fusible_ops.quantized_parameters import check_alike, hold_quantized, new_values, pack_quantized_, tie_quantizers
 from fusible_ops.quantized_tensor import QuantizedTensor
 from patterns.chain import OpSpec
@@ -105,11 +105,18 @@ class GroupedLinear(BasicOperation):
             self._register("weight", weight, self.single_grouped_weight)
         if not weight.is_meta:
             self.reset_parameters()
+        self._mark_delayed()
 
     def _register(self, name: str, buffer: Tensor, single: bool) -> None:
         """`name` as one parameter, or `name{g}` as views of the buffer."""
         for g, key in enumerate(self._keys(name, single)):
             self.register_parameter(key, Parameter(buffer if single else buffer[g]))
+
+    def _mark_delayed(self) -> None:
+        """Tell data parallelism, by an attribute, that backward is not when these weights' gradients are there."""
+        if self.delay_wgrad_compute:
+            for w in self.weight_parameters():
+                w.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def _keys(self, name: str, single: bool) -> list[str]:
         return [name] if single else [f"{name}{g}" for g in range(self.num_groups)]
@@ -199,6 +206,7 @@ class GroupedLinear(BasicOperation):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._mark_delayed()
         self._pack()
         tie_quantizers(self, self._weight_keys, self._model_init)
 
@@ -355,7 +363,7 @@ class GroupedLinear(BasicOperation):
         """Those of the weights; None for each whose gradient went elsewhere or waits."""
         if self.delay_wgrad_compute:
             self._delayed.append(grad)
-            return [None] * len(weights)
+            return signal_added(weights) if self.accumulate_into_main_grad else [None] * len(weights)
         if self.accumulate_into_main_grad:
             return accumulate_main_grads(weights, grad, self.label())
         return grad.compute(weights)
@@ -370,17 +378,21 @@ class GroupedLinear(BasicOperation):
         """Call `hook()` after each `backward_dw`."""
         self._wgrad_hooks.append(hook)
 
+    @torch.no_grad()
+    def computed_later(self, grad: WeightGrad) -> list[Tensor]:
+        """A weight gradient that has waited, for each weight; nothing if it went into `main_grad`."""
+        weights = self.weight_parameters()
+        if not self.accumulate_into_main_grad:
+            return grad.compute(weights)
+        accumulate_main_grads(weights, grad, self.label())
+        return []
+
     def backward_dw(self) -> None:
         """Compute the oldest weight gradient that waits, into `main_grad` or added to `.grad`; nothing if none does."""
         if not self._delayed:
             return
-        grad, weights = self._delayed[0], self.weight_parameters()
-        with torch.no_grad():
-            if self.accumulate_into_main_grad:
-                accumulate_main_grads(weights, grad, self.label())
-            else:
-                for w, dw in zip(weights, grad.compute(weights), strict=True):
-                    w.grad = (dw if w.grad is None else w.grad + dw).to(w.dtype)
+        for w, dw in zip(self.weight_parameters(), self.computed_later(self._delayed[0]), strict=False):
+            w.grad = (dw if w.grad is None else w.grad + dw).to(w.dtype)
         self._delayed.popleft()  # only now: a call that raised may be repeated
         for hook in self._wgrad_hooks:
             hook()

@@ -7,6 +7,7 @@ list instead.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -310,7 +311,7 @@ def accumulate_main_grads(weights: Sequence[Parameter], grad: WeightGrad, owner:
     else:
         for buffer, dw in zip(buffers, grad.compute(weights), strict=True):
             buffer.copy_(buffer + dw if accumulate else dw)
-    return [_signal_added(w) for w in weights]
+    return signal_added(weights)
 
 
 def _writable(buffer: Tensor) -> bool:
@@ -318,10 +319,22 @@ def _writable(buffer: Tensor) -> bool:
     return buffer.is_contiguous() and buffer.data_ptr() % VECTOR_BYTES == 0 and buffer.element_size() <= 4
 
 
-def _signal_added(weight: Parameter) -> Tensor | None:
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    if getattr(weight, "zero_out_wgrad", False):
-        return torch.zeros_like(weight, requires_grad=False)
-    return torch.empty_like(weight, requires_grad=False)
+def signal_added(weights: Sequence[Parameter]) -> list[Tensor | None]:
+    """What autograd gets for weights whose gradient goes into `main_grad`: see `accumulate_main_grads`.
+
+    The dummies of one shape share their memory, which nobody reads.
+    """
+    dummies: list[Tensor | None] = []
+    for w in weights:
+        if not hasattr(w, "grad_added_to_main_grad"):
+            dummies.append(None)
+            continue
+        w.grad_added_to_main_grad = True
+        dummy = _dummy(w.shape, w.dtype, w.device)
+        dummies.append(dummy.zero_().detach() if getattr(w, "zero_out_wgrad", False) else dummy.detach())
+    return dummies
+
+
+@functools.lru_cache(maxsize=64)
+def _dummy(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)

@@ -1,0 +1,204 @@
+"""The fused operation that Transformer Engine's fuser runs: our kernels over its ops, or its own ops one by one.
+
+`FusibleOpsRun` is made when first asked for, since its base is a class of Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible_ops.call import autocast_dtype_on, without_autocast
+from fusible_ops.fuser import OperationFuser
+from fusible_ops.grouped_linear import GroupedLinear
+from fusible_ops.integrations.te_parts import is_plain, runs_of
+from fusible_ops.recipe import Recipe
+
+Grads = tuple[Tensor | None, list[Any], list[Any]]
+
+
+class Joint:
+    """Several ops as one, forward and backward: what `FusibleOpsRun` adds to Transformer Engine's FusedOperation.
+
+    What a call must be for our kernels: plain tensors, split sizes of int32 or int64 on the input's device, no keyword
+    arguments, all ops in one fused operation for its dtype and recipe. Other calls replay the ops themselves.
+    """
+
+    basic_ops: Any
+    is_installed = True
+
+    def take(self, basic_ops: Sequence[Any], recipe: Recipe | None) -> None:
+        """Prepare for these ops under this recipe."""
+        (run,), _ = runs_of(basic_ops)
+        self.fuser, self.recipe = OperationFuser(run.ours, run.names), recipe
+        self.spans: list[slice] = []
+        at = 0
+        for op in basic_ops:
+            self.spans.append(slice(at, at + op.num_extra_inputs))
+            at += op.num_extra_inputs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return type(self)([copy.deepcopy(op, memo) for op in self.basic_ops], self.recipe)  # type: ignore[call-arg]
+
+    def __reduce__(self) -> Any:
+        return type(self), (list(self.basic_ops), self.recipe)
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[Any],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Any]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Any]]]:
+        head = basic_op_ctxs[0]
+        extras = [t for own in basic_op_extra_inputs for t in own]
+        head.runs_ours = Joint.is_installed and not any(basic_op_kwargs) and self._takes(input_, extras)
+        if not head.runs_ours:
+            quantizers = prev_op_grad_output_quantizer, next_op_input_quantizer
+            return self._replay(basic_op_ctxs, input_, basic_op_extra_inputs, quantizers, basic_op_kwargs)
+        autocast_dtype = autocast_dtype_on(input_.device)
+        call, parameters = self.fuser.call_for(input_, extras, autocast_dtype, self.recipe)
+        recorded = any(ctx.requires_grad for ctx in basic_op_ctxs)
+        # Inside the fuser's node intermediate tensors require nothing; its inputs carry the mark that they are kept.
+        is_input = getattr(input_, "_do_not_clear", False)
+        wants_dx = head.requires_grad and (input_.requires_grad or not is_input)
+        needs = (wants_dx, False, *[p.requires_grad for p in parameters], *[t.requires_grad for t in extras])
+        with torch.no_grad(), without_autocast(input_.device, autocast_dtype):
+            y = call.forward(input_, needs, recorded)
+            saved = call.take_saved()
+        if recorded:
+            _mark_for_offload(saved, parameters)
+            head.save_for_backward(*saved)
+            head.call = call
+        return y, [()] * len(basic_op_ctxs)
+
+    def _takes(self, x: Any, extras: Sequence[Any]) -> bool:
+        if not all(map(is_plain, (x, *extras))) or any(t.device != x.device for t in extras):
+            return False
+        splits = [extras[span][op.split_sizes_slot] for op, span in self._grouped()]
+        if any(t.dtype not in (torch.int32, torch.int64) for t in splits):
+            return False
+        steps, _ = self.fuser.steps(x, autocast_dtype_on(x.device), self.recipe)
+        return len(steps) == 1 and steps[0].op.is_fused_op
+
+    def _grouped(self) -> list[tuple[GroupedLinear, slice]]:
+        pairs = zip(self.fuser.basic_ops, self.spans, strict=True)
+        return [(op, span) for op, span in pairs if isinstance(op, GroupedLinear)]
+
+    def _replay(
+        self,
+        ctxs: list[Any],
+        x: Tensor,
+        extras: Sequence[Sequence[Any]],
+        quantizers: tuple[Any, Any],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Any]]]:
+        """The ops themselves, one by one."""
+        ops, outputs = list(self.basic_ops), []
+        before = [quantizers[0], *[op.get_grad_output_quantizer() for op in ops[:-1]]]
+        after = [*[op.get_input_quantizer() for op in ops[1:]], quantizers[1]]
+        for i, op in enumerate(ops):
+            x, made = op.fuser_forward(
+                [ctxs[i]],
+                x,
+                basic_op_extra_inputs=[extras[i]],
+                prev_op_grad_output_quantizer=before[i],
+                next_op_input_quantizer=after[i],
+                basic_op_kwargs=[kwargs[i]],
+            )
+            outputs.append(tuple(made[0]))
+        return x, outputs
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[Any],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> Grads:
+        head = basic_op_ctxs[0]
+        if not head.runs_ours:
+            return self._replay_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
+        call, saved = head.call, list(head.saved_tensors)
+        call.check_backward()
+        grad = grad_output if is_plain(grad_output) else grad_output.dequantize()
+        with torch.no_grad(), without_autocast(grad.device, autocast_dtype_on(grad.device)):
+            dx, *rest = call.backward(saved, grad)
+        self._hand_over_delayed()
+        flat = iter(rest)
+        params = [[next(flat) for _ in ctx.wants] for ctx in call.contexts]
+        extras = [tuple(next(flat) for _ in ctx.extra_wants) for ctx in call.contexts]
+        return dx, params, extras
+
+    def _replay_backward(self, ctxs: list[Any], dy: Any, output_grads: Sequence[Sequence[Any]]) -> Grads:
+        ops = list(self.basic_ops)
+        params: list[Any] = [None] * len(ops)
+        extras: list[Any] = [(None,) * op.num_extra_inputs for op in ops]
+        for i in reversed(range(len(ops))):
+            if not ctxs[i].requires_grad:
+                return None, params, extras
+            dy, own_params, own_extras = ops[i].fuser_backward(
+                [ctxs[i]], dy, basic_op_grad_extra_outputs=[output_grads[i]]
+            )
+            (params[i],), (extras[i],) = own_params, own_extras
+        return dy, params, extras
+
+    def _hand_over_delayed(self) -> None:
+        """Put weight gradients that wait where Transformer Engine's `backward_dw` looks for them."""
+        for ours, theirs in zip(self.fuser.basic_ops, self.basic_ops, strict=True):
+            while isinstance(ours, GroupedLinear) and ours._delayed:
+                theirs.wgrad_store.put([[], [], []], _Later(ours, ours._delayed.popleft()))
+
+
+class _Later:
+    """A weight gradient that `WeightGradStore.pop` computes: into `main_grad`, or into the list it is given."""
+
+    def __init__(self, op: GroupedLinear, grad: Any) -> None:
+        self.op, self.grad = op, grad
+
+    def __call__(self, inputs: list[Any], grads: list[Any], out: list[Tensor]) -> None:
+        out += self.op.computed_later(self.grad)
+
+
+def _mark_for_offload(saved: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> None:
+    """Activations may go to the CPU until backward, where that is asked for; weights may not."""
+    from transformer_engine.pytorch import cpu_offload
+
+    if not cpu_offload.is_cpu_offload_enabled():
+        return
+    weights = {p.untyped_storage().data_ptr() for p in parameters}
+    for t in saved:
+        if t is None:
+            continue
+        held = t.untyped_storage().data_ptr() in weights
+        (cpu_offload.mark_not_offload if held else cpu_offload.mark_activation_offload)(t)
+
+
+_made: list[type] = []
+
+
+def __getattr__(name: str) -> Any:
+    """`FusibleOpsRun`, so that it is found by its name, as pickle looks for it."""
+    if name != "FusibleOpsRun":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not _made:
+        from transformer_engine.pytorch.ops import FusedOperation
+
+        def __init__(self: Any, basic_ops: Sequence[Any], recipe: Recipe | None = None) -> None:
+            FusedOperation.__init__(self, basic_ops)
+            self.take(list(self.basic_ops), recipe)
+
+        members = {"__init__": __init__, "__module__": __name__, "__qualname__": name}
+        _made.append(type(name, (Joint, FusedOperation), members))
+    return _made[0]

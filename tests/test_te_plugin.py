@@ -1,0 +1,315 @@
+"""Our operations in Transformer Engine's own fuser, on its own ops and parameters.
+
+On a CPU with the Python of its wheel (`tests/te_wheel.py`), where our operators run the reference and Transformer
+Engine's own kernels are missing, so a replay shows as the call of its ops; on a Hopper GPU with the real package.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusible_ops as ops
+from cute_kernels.target import Target
+from fusible_ops.integrations import te_fused
+from fusible_ops.integrations import transformer_engine as plugin
+from fusible_ops.integrations.te_parts import runs_of
+from tests.cases import TAIL
+from tests.compare import assert_bitwise_equal
+from tests.models import MLP, Inputs, as_if_on, step
+from tests.te_wheel import load
+
+DEVICE = "cuda" if torch.cuda.is_available() and Target.of("cuda").arch == "sm_90a" else "cpu"
+COMMON = {"device": DEVICE, "dtype": torch.bfloat16}
+ACTIVATIONS = {
+    "scaled_swiglu": lambda te: te.ScaledSwiGLU(),
+    "scaled_clamped": lambda te: te.ScaledClampedQGeGLU(limit=1.0),
+    "scaled_srelu": lambda te: te.ScaledSReLU(),
+    "swiglu": lambda te: te.SwiGLU(),
+    "geglu": lambda te: te.GEGLU(),
+    "reglu": lambda te: te.ReGLU(),
+}
+
+
+@pytest.fixture
+def te() -> Iterator[Any]:
+    """Transformer Engine's ops, with our fusion installed; on a CPU as if it were Hopper."""
+    module = load()
+    plugin.install()
+    try:
+        if DEVICE == "cpu":
+            with as_if_on("sm_90a"):
+                yield module
+        else:
+            yield module
+    finally:
+        plugin.uninstall()
+
+
+class Pair:
+    """A grouped MLP of Transformer Engine's, and ours with the same values."""
+
+    def __init__(
+        self,
+        te: Any,
+        activation: str = "scaled_swiglu",
+        bias: bool = True,
+        width: tuple[int, int] = (64, 48),
+        **linear: Any,
+    ) -> None:
+        self.mlp = MLP(activation, *width, bias=bias, scale_bias=bias, linear=linear)
+        wide = self.mlp.intermediate * (2 if self.mlp.gated else 1)
+        fc1 = te.GroupedLinear(TAIL.groups, self.mlp.hidden, wide, bias=bias, **COMMON, **linear)
+        fc2 = te.GroupedLinear(
+            TAIL.groups, self.mlp.intermediate, self.mlp.hidden, bias=bias, scale_bias=bias, **COMMON, **linear
+        )
+        self.theirs = te.Sequential(fc1, ACTIVATIONS[activation](te), fc2)
+        self.ours = self.mlp.build(TAIL, DEVICE, torch.bfloat16)
+        with torch.no_grad():
+            for a, b in zip(self.theirs.parameters(), self.ours.parameters(), strict=True):
+                a.copy_(b)
+        self.inputs = Inputs.random(TAIL, self.mlp.hidden, DEVICE, torch.bfloat16)
+
+    def extras(self, probs: Tensor) -> list[Tensor]:
+        return self.mlp.extras(TAIL.tensor(DEVICE), probs)
+
+    def train(self, model: Any | None = None) -> dict[str, Tensor]:
+        """One step of theirs, named as `tests.models.step` names it."""
+        model = self.theirs if model is None else model
+        x, probs = self.inputs.x.clone().requires_grad_(), self.inputs.probs.clone().requires_grad_()
+        y = model(x, *self.extras(probs))
+        y.backward(self.inputs.dy)
+        found = {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad}
+        names = [f"d{name}" for name, _ in self.ours.named_parameters()]
+        found |= dict(zip(names, [p.grad for p in model.parameters()], strict=True))
+        return {name: t for name, t in found.items() if t is not None}
+
+    def fused(self) -> list[Any]:
+        return [op for op, _ in self.theirs._module_groups[0]._forward_ops]
+
+
+def assert_alike(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, want in wanted.items():
+        assert_bitwise_equal(got[name], want, name)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_unchanged_model_runs_our_kernels(te: Any, activation: str, bias: bool) -> None:
+    pair = Pair(te, activation, bias)
+    assert_alike(pair.train(), step(pair.ours, pair.mlp, pair.inputs))
+    fuser = pair.theirs._module_groups[0]
+    (op, at), (other, _) = *fuser._forward_ops, *fuser._backward_ops
+    assert op is other and isinstance(op, te_fused.FusibleOpsRun) and at == [0, 1, 2]
+    with torch.no_grad():
+        y = pair.theirs(pair.inputs.x, *pair.extras(pair.inputs.probs))
+        assert_bitwise_equal(y, pair.ours(pair.inputs.x, *pair.extras(pair.inputs.probs)))
+
+
+def test_a_dense_mlp_in_the_middle_of_other_ops(te: Any) -> None:
+    model = te.Sequential(te.ConstantScale(2.0), te.Linear(64, 96, **COMMON), te.SwiGLU(), te.Linear(48, 64, **COMMON))
+    names = [name for name, _ in ops.Sequential(ops.Linear(64, 96)).named_parameters()]
+    assert names == ["0.basic_ops.0.weight", "0.basic_ops.1.bias"]
+    mine = ops.Sequential(
+        ops.ConstantScale(2.0), ops.Linear(64, 96, **COMMON), ops.SwiGLU(), ops.Linear(48, 64, **COMMON)
+    )
+    with torch.no_grad():
+        for a, b in zip(model.parameters(), mine.parameters(), strict=True):
+            b.copy_(a)
+    x, dy = torch.randn(24, 64, **COMMON), torch.randn(24, 64, **COMMON)
+    results = []
+    for each in (model, mine):
+        given = x.clone().requires_grad_()
+        y = each(given)
+        y.backward(dy)
+        results.append([y.detach(), given.grad, *(p.grad for p in each.parameters())])
+    for got, want in zip(*results, strict=True):
+        assert_bitwise_equal(got, want)
+    placed = [(type(op).__name__, at) for op, at in model._module_groups[0]._forward_ops]
+    assert placed == [("ConstantScale", [0]), ("FusibleOpsRun", [1, 2, 3, 4, 5])]
+
+
+@pytest.mark.parametrize("wants", ["x", "weights", "probs"])
+def test_only_wanted_gradients(te: Any, wants: str) -> None:
+    pair = Pair(te)
+    pair.theirs.requires_grad_(wants == "weights")
+    x = pair.inputs.x.clone().requires_grad_(wants == "x")
+    probs = pair.inputs.probs.clone().requires_grad_(wants == "probs")
+    pair.theirs(x, *pair.extras(probs)).backward(pair.inputs.dy)
+    whole = step(pair.ours, pair.mlp, pair.inputs)
+    found = {"x": x.grad, "probs": probs.grad, "weights": pair.theirs[0].weight0.grad}
+    assert [name for name, grad in found.items() if grad is not None] == [wants]
+    assert_bitwise_equal(found[wants], whole[{"x": "dx", "probs": "dprobs", "weights": "dfc1.weight0"}[wants]])
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("delay", [False, True])
+def test_main_grad_and_delayed_gradients(te: Any, overwrite: bool, delay: bool) -> None:
+    pair = Pair(te, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    for model in (pair.theirs, pair.ours):
+        for p in model.parameters():
+            p.main_grad = torch.full(p.shape, 2.0, dtype=torch.float32, device=DEVICE)
+            p.grad_added_to_main_grad, p.overwrite_main_grad, p.zero_out_wgrad = False, overwrite, True
+    pair.train()
+    step(pair.ours, pair.mlp, pair.inputs)
+    names = [name for name, _ in pair.theirs.named_parameters()]
+    for name, a, b in zip(names, pair.theirs.parameters(), pair.ours.parameters(), strict=True):
+        is_weight = a.dim() == 2
+        if is_weight:
+            assert a.grad_added_to_main_grad and b.grad_added_to_main_grad and not a.grad.any()
+        has_tokens = TAIL.sizes[int(name[-1])] > 0
+        is_written = is_weight and not delay and (has_tokens or overwrite)
+        assert (a.main_grad == 2.0).all() != is_written, name
+    if delay:
+        called = []
+        pair.theirs[0].register_wgrad_accumulation_and_reduce_hooks(lambda: called.append(1))
+        for model in (pair.theirs, pair.ours):
+            model[2].backward_dw()
+            model[0].backward_dw()
+        assert called == [1]
+    for a, b in zip(pair.theirs.parameters(), pair.ours.parameters(), strict=True):
+        assert_bitwise_equal(a.main_grad, b.main_grad)
+
+
+def test_delayed_gradients_without_main_grad(te: Any) -> None:
+    pair = Pair(te, bias=False, delay_wgrad_compute=True)
+    assert all(p.skip_backward_post_hook for model in (pair.theirs, pair.ours) for p in model.parameters())
+    pair.train()
+    assert all(p.grad is None for p in pair.theirs.parameters())
+    step(pair.ours, pair.mlp, pair.inputs)
+    for model in (pair.theirs, pair.ours):
+        for i in (2, 0):
+            assert model[i].need_backward_dw()
+            model[i].backward_dw()
+            model[i].backward_dw()  # nothing waits
+    for a, b in zip(pair.theirs.parameters(), pair.ours.parameters(), strict=True):
+        assert_bitwise_equal(a.grad, b.grad)
+
+
+def replays(pair: Pair, call: Any) -> bool:
+    """Whether this call runs Transformer Engine's own ops, one by one."""
+    asked: list[int] = []
+    for i in (0, 2):
+        op = pair.theirs[i]
+        op.fuser_forward = lambda *args, op=op, **kwargs: asked.append(1) or _stand_in(op, args[1])
+    pair.theirs[1].fuser_forward = lambda ctxs, x, **kwargs: (x[..., : pair.mlp.intermediate], [()])
+    try:
+        with torch.no_grad():
+            call()
+    finally:
+        for op in pair.theirs:
+            del op.fuser_forward
+    return bool(asked)
+
+
+def _stand_in(op: Any, x: Tensor) -> tuple[Tensor, list[tuple[()]]]:
+    return x.new_zeros(*x.shape[:-1], op.out_features), [()]
+
+
+def test_a_call_that_does_not_fit_replays_their_ops(te: Any) -> None:
+    pair = Pair(te, bias=False)
+    x, probs, sizes = pair.inputs.x, pair.inputs.probs, TAIL.tensor(DEVICE)
+    assert not replays(pair, lambda: pair.theirs(x, sizes, probs, sizes))
+    small = sizes.to(torch.int16)
+    assert replays(pair, lambda: pair.theirs(x, small, probs, small))
+    out = torch.empty_like(x)
+    assert replays(pair, lambda: pair.theirs(x, sizes, probs, sizes, op_kwargs={pair.theirs[2]: {"output": out}}))
+    if DEVICE == "cpu":
+        with torch.autocast("cpu", torch.float32, enabled=False):
+            assert not replays(pair, lambda: pair.theirs(x, sizes, probs, sizes))
+    plugin.uninstall()
+    assert replays(pair, lambda: pair.theirs(x, sizes, probs, sizes))
+    plugin.install()
+    assert not replays(pair, lambda: pair.theirs(x, sizes, probs, sizes))
+
+
+def test_models_that_are_not_ours_to_run_are_left_alone(te: Any) -> None:
+    full = {**COMMON, "dtype": torch.float32}
+    model = [te.GroupedLinear(2, 64, 96, **full), te.ScaledSwiGLU(), te.GroupedLinear(2, 48, 64, **full)]
+    assert plugin.fuse(model) == model
+    lone = te.Sequential(te.Linear(64, 64, **COMMON))
+    assert plugin.fuse([lone[0].basic_ops[0], lone[0].basic_ops[1]]) == list(lone[0].basic_ops)
+
+    class DelayedScaling:
+        pass
+
+    pair = Pair(te)
+    assert plugin.fuse(list(pair.theirs), recipe=DelayedScaling()) == list(pair.theirs)
+
+
+def test_under_their_block_scaling(te: Any) -> None:
+    """What our own rules make of the recipe runs on their parameters; other recipes are Transformer Engine's."""
+    recipe = importlib.import_module("transformer_engine.common.recipe").Float8BlockScaling()
+    manager = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
+    pair = Pair(te, "scaled_swiglu", bias=False, width=(128, 128))
+    with ops.autocast(recipe=ops.Float8BlockScaling()):
+        wanted = step(pair.ours, pair.mlp, pair.inputs)
+    quantizes = {"is_fp8_enabled": lambda: True, "get_fp8_recipe": lambda: recipe, "is_first_fp8_module": lambda: False}
+    if DEVICE == "cpu":
+        quantizes["fp8_graph_capturing"] = lambda: False
+    with mock.patch.multiple(manager, **quantizes):
+        got = pair.train()
+        (fused,) = pair.fused()
+    assert isinstance(fused, te_fused.FusibleOpsRun) and fused.recipe == ops.Float8BlockScaling()
+    assert_alike(got, wanted)
+
+
+def test_copies_and_pickles(te: Any) -> None:
+    pair = Pair(te)
+    wanted = pair.train()
+    for other in (copy.deepcopy(pair.theirs), pickle.loads(pickle.dumps(pair.theirs))):
+        with torch.no_grad():
+            y = other(pair.inputs.x, *pair.extras(pair.inputs.probs))
+        assert_bitwise_equal(y, wanted["y"])
+        with torch.no_grad():
+            for p in other.parameters():
+                p.zero_()
+            assert not other(pair.inputs.x, *pair.extras(pair.inputs.probs)).any()
+    with torch.no_grad():
+        assert_bitwise_equal(pair.theirs(pair.inputs.x, *pair.extras(pair.inputs.probs)), wanted["y"])
+
+
+def test_checkpointing_recomputes(te: Any) -> None:
+    pair = Pair(te)
+    wanted = pair.train()
+    pair.theirs.zero_grad()
+    run = lambda *given: torch.utils.checkpoint.checkpoint(pair.theirs, *given, use_reentrant=False)  # noqa: E731
+    run.parameters = pair.theirs.parameters
+    assert_alike(pair.train(run), wanted)
+
+
+def test_explain_says_what_runs_what(te: Any) -> None:
+    pair = Pair(te)
+    text = plugin.explain(pair.theirs, "sm_90a")
+    assert "grouped_mlp: fc1 = GroupedLinear [0], act = ScaledSwiGLU [1], fc2 = GroupedLinear [2]" in text
+    assert "needs sm_90a; this is sm_80" in plugin.explain(pair.theirs, "sm_80")
+    mixed = te.Sequential(te.ConstantScale(1.0), *pair.theirs)
+    assert "ConstantScale [0]: Transformer Engine's own; no rule knows it" in plugin.explain(mixed, "sm_90a")
+
+
+def test_install_twice_is_once_and_uninstall_gives_it_back(te: Any) -> None:
+    functions = te.fuser.OperationFuser.forward_backward_fusion_functions
+    plugin.install()
+    assert functions.count(plugin.fuse) == 1 and functions[0] is plugin.fuse
+    plugin.uninstall()
+    plugin.uninstall()
+    assert plugin.fuse not in functions
+
+
+def test_all_of_their_activations_have_counterparts(te: Any) -> None:
+    """Those that take no arguments, and those that must."""
+    names = "GELU GEGLU GLU QGELU QGEGLU ReLU ReGLU SReLU SReGLU SiLU SwiGLU SiTUGLU ClampedSwiGLU Quantize"
+    scaled = "ScaledSReLU ScaledSwiGLU ScaledSiTUGLU ScaledClampedQGeGLU"
+    made = [getattr(te, name)() for name in (*names.split(), *scaled.split())]
+    made.append(te.ScaledTanhSReLU(tanh_clamp_scale=2.0))
+    (run,), unlike = runs_of(made)
+    assert not unlike and [type(op).__name__.lower() for op in run.ours] == [type(op).__name__.lower() for op in made]
