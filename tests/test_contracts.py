@@ -70,7 +70,7 @@ def test_frozen_parts_launch_nothing(place: Place, wants: tuple[bool, bool, bool
         probs = inputs.probs.clone().requires_grad_(everything or want_probs)
         model.zero_grad()
         y = model(x, *mlp.extras(sizes, probs))
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
             y.backward(inputs.dy)
         outcomes.append([x.grad, probs.grad, *(p.grad for p in model.parameters())])
     found = [e.name.removeprefix("fusible_ops::") for e in profiler.events() if e.name.startswith("fusible_ops::")]
@@ -433,7 +433,7 @@ def test_ranges_are_named_after_rules_and_ops(place: Place) -> None:
     inputs = Inputs.random(SPLITS, mlp.hidden, place.device, BF16)
     ops_of_it = ["GroupedLinear fc1", "ScaledSwiGLU act", "GroupedLinear fc2"]
     names = [f"grouped_mlp ({', '.join(ops_of_it)})"] if place.fused else [f"unfused {op}" for op in ops_of_it]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         step(model, mlp, inputs)
     found = [e.name for e in sorted(profiler.events(), key=lambda e: e.time_range.start)]
     shown = [name for name in found if name.endswith((" forward", " backward")) and name.rsplit(" ", 1)[0] in names]

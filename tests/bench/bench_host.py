@@ -212,7 +212,7 @@ def bench_launches() -> None:
             out = mlp(x, splits, probs, splits)
             torch.cuda.synchronize()
             run = lambda: out.backward(grads)  # noqa: B023, E731
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
             run()
             torch.cuda.synchronize()
         events = [e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]

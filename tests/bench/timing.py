@@ -22,7 +22,7 @@ def requested_bytes(what: str = "current") -> int:
 def launches(run: Callable[[], object]) -> list[str]:
     """Names of the kernels, copies and memsets that `run` puts on the device, as the profiler counts them."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         run()
         torch.cuda.synchronize()
     return [e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]

@@ -289,7 +289,7 @@ def test_a_quantised_input_and_gradient() -> None:
 
 def watched(run: Callable[[], object]) -> tuple[object, list[str]]:
     """(what it returns, the operators that it runs, in order)."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         result = run()
     events = sorted(profiler.events(), key=lambda e: e.time_range.start)
     return result, [e.name.removeprefix("fusible_ops::") for e in events if e.name.startswith("fusible_ops::")]

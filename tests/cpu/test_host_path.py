@@ -216,7 +216,7 @@ def test_operators_are_called_where_something_sees_them(launched: list) -> None:
     with Watch() as watch:
         model(*arguments).sum().backward()
     assert sum(name.startswith("fusible_ops.grouped_") for name in watch.seen) == 6
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         model(*arguments)
     assert any(event.name == "fusible_ops::grouped_gemm_act" for event in profiler.events())
     x, splits, probs, _ = arguments
