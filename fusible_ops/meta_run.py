@@ -45,11 +45,14 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def as_under(autocast_dtype: torch.dtype | None) -> Iterator[None]:
-    """Runs believe that `torch.autocast` is active, which there is none of for the meta device."""
+    """On the meta device runs believe that `torch.autocast` is active, which there is none of for it."""
     former = fuser.autocast_dtype_on, fuser.without_autocast
     if autocast_dtype is not None:
-        fuser.autocast_dtype_on = lambda device: autocast_dtype
-        fuser.without_autocast = lambda device, active: contextlib.nullcontext()
+        dtype_on, without = former
+        fuser.autocast_dtype_on = lambda device: autocast_dtype if device.type == "meta" else dtype_on(device)
+        fuser.without_autocast = lambda device, active: (
+            contextlib.nullcontext() if device.type == "meta" else without(device, active)
+        )
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,27 @@ def test_a_rehearsal_leaves_nothing_behind():
     assert Target.of("meta").arch == "meta"
     with pytest.raises(ValueError, match="sm_90a"), rehearsal("sm_90"):
         pass
+
+
+def test_other_threads_launch_as_ever(monkeypatch: pytest.MonkeyPatch):
+    """What they have in memory is called, what they add stays; the thread that rehearses gets what does nothing."""
+    known, added = ("module", "known", ARCH), ("module", "added", ARCH)
+    called: list[int] = []
+    real = {known: called.append}
+    monkeypatch.setattr(launch, "_functions", real)
+    monkeypatch.setattr(launch, "_obtain", lambda spec: called.append)
+
+    def other() -> None:
+        launch.kernel(*known)(1)
+        launch.kernel(*added)(2)
+
+    with rehearsal(ARCH) as specs:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        launch.kernel(*known)(3)
+    assert called == [1, 2] and list(specs) == [known]
+    assert launch._functions is real and set(real) == {known, added}
 
 
 def test_pack_is_compiled_in_other_processes_once(tmp_path: Path):
