@@ -8,7 +8,7 @@ Importing it needs torch alone.
 """
 
 from cute_kernels.launch import CompileForbiddenError, use_kernels
-from fusible_ops import basic, fused
+from fusible_ops import basic, functional, fused
 from fusible_ops.activations import (
     GEGLU,
     GELU,
@@ -117,6 +117,7 @@ __all__ = [
     "SwiGLU",
     "autocast",
     "basic",
+    "functional",
     "fused",
     "get_default_recipe",
     "is_fp8_available",

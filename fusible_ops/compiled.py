@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fusible_ops import functional
 from fusible_ops.autocast_mode import current_recipe
 from fusible_ops.named import module_called
 from fusible_ops.op import BasicOperation, FusibleOperation
@@ -82,6 +83,10 @@ def run(name: str, index: int, x: Tensor, extra_inputs: list[Tensor], parameters
     group = module_called(name).groups()[index]  # type: ignore[operator]
     with _parameters_are(group.basic_ops, parameters):
         return group(x, *extra_inputs)
+
+
+run_linear = torch.compiler.allow_in_graph(functional.run_linear)
+run_mlp = torch.compiler.allow_in_graph(functional.run_mlp)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,201 @@
+"""Grouped linears and MLPs as functions, over weights that the caller owns: adapters, merged weights, weights from
+elsewhere.
+
+    y = grouped_linear(x, weight, split_sizes) + grouped_linear(grouped_linear(x, a, split_sizes), b, split_sizes)
+
+They are the ops of the same names, so they fuse where those do, and gradients go to whatever the caller passed, leaf or
+not. A weight is one tensor [G, N, K] (read where it lies) or a sequence of G tensors [N, K].
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.activation import Activation
+from fusible_ops.activations import ActivationOperation, ScaledActivation
+from fusible_ops.fuser import OperationFuser
+from fusible_ops.grouped_linear import GroupedLinear
+from fusible_ops.op import BasicOperation
+
+Weight = Tensor | Sequence[Tensor]
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Weight,
+    split_sizes: Tensor,
+    bias: Weight | None = None,
+    *,
+    scales: Tensor | None = None,
+    transposed_weight: bool = False,
+) -> Tensor:
+    """y = x W_gᵀ (+ s·b_g) for the rows of group g.
+
+    x [..., K], y [..., N] in the weights' dtype (or autocast's), split_sizes int32 or int64 [G] on x's device, bias
+    [G, N] or G tensors [N], scales (of the bias) float, one for each row. transposed_weight: weights are [K, N].
+    A weight and its bias require gradients alike. Errors: as `fusible_ops.GroupedLinear`; ValueError for weights that
+    are not G matrices of one shape.
+    """
+    run = _in_graph("run_linear") if torch.compiler.is_dynamo_compiling() else run_linear
+    return run(x, _listed(weight, 3), split_sizes, _listed(bias, 2), scales, transposed_weight)
+
+
+def grouped_mlp(
+    x: Tensor,
+    fc1_weight: Weight,
+    fc2_weight: Weight,
+    split_sizes: Tensor,
+    activation: ActivationOperation,
+    probs: Tensor | None = None,
+    *,
+    fc1_bias: Weight | None = None,
+    fc2_bias: Weight | None = None,
+    scales: Tensor | None = None,
+    transposed_weight: bool = False,
+) -> Tensor:
+    """y = W2_g act(W1_g x + b1_g)·p + s·b2_g for the rows of group g: the fused MLP over weights of the caller's.
+
+    activation: an op such as `ScaledSwiGLU()`, which takes `probs`, one for each row, or `SwiGLU()`, which takes none.
+    The rest as `grouped_linear`; scales are of the second bias.
+    """
+    if isinstance(activation, ScaledActivation) != (probs is not None):
+        raise ValueError(f"{type(activation).__name__} takes {'probs' if probs is None else 'no probs'}")
+    run = _in_graph("run_mlp") if torch.compiler.is_dynamo_compiling() else run_mlp
+    how: tuple[str, int] = activation.activation.encode(), activation.glu_interleave_size or 0
+    first, second = (_listed(fc1_weight, 3), _listed(fc1_bias, 2)), (_listed(fc2_weight, 3), _listed(fc2_bias, 2))
+    return run(x, *first, *second, split_sizes, probs, scales, *how, transposed_weight)
+
+
+def _listed(weight: Weight | None, dims: int) -> list[Tensor]:
+    """What the op's parameters are to be; nothing for None. dims: of one tensor for all groups."""
+    if not isinstance(weight, Tensor):
+        return list(weight or ())
+    if weight.dim() != dims:
+        raise ValueError(f"one tensor for all groups has {dims} dimensions, got shape {tuple(weight.shape)}")
+    return [weight]
+
+
+def _in_graph(name: str) -> Any:
+    """The function `name` of this file as torch.compile takes it: one call, into which AOTAutograd looks."""
+    from fusible_ops import compiled
+
+    return getattr(compiled, name)
+
+
+# What follows takes tensors and constants alone.
+
+
+def run_linear(
+    x: Tensor,
+    weight: list[Tensor],
+    split_sizes: Tensor,
+    bias: list[Tensor],
+    scales: Tensor | None,
+    transposed: bool,
+) -> Tensor:
+    """`grouped_linear`."""
+    shape = _shape("weight", weight, bias, transposed)
+    fuser = _kept((shape, scales is not None), lambda: [_op(shape, scales is not None)])
+    with _with(fuser.basic_ops, [(weight, bias)]):
+        return fuser(x, split_sizes, *([] if scales is None else [scales]))
+
+
+def run_mlp(
+    x: Tensor,
+    weight1: list[Tensor],
+    bias1: list[Tensor],
+    weight2: list[Tensor],
+    bias2: list[Tensor],
+    split_sizes: Tensor,
+    probs: Tensor | None,
+    scales: Tensor | None,
+    activation: str,
+    interleave: int,
+    transposed: bool,
+) -> Tensor:
+    """`grouped_mlp`."""
+    shapes = _shape("fc1_weight", weight1, bias1, transposed), _shape("fc2_weight", weight2, bias2, transposed)
+    key = (shapes, probs is not None, scales is not None, activation, interleave)
+
+    def ops() -> list[BasicOperation]:
+        kind = ActivationOperation if probs is None else ScaledActivation
+        act = kind(Activation.decode(activation), glu_interleave_size=interleave or None)
+        return [_op(shapes[0], False), act, _op(shapes[1], scales is not None)]
+
+    fuser = _kept(key, ops)
+    extras = [split_sizes, *([] if probs is None else [probs]), split_sizes, *([] if scales is None else [scales])]
+    with _with(fuser.basic_ops[::2], [(weight1, bias1), (weight2, bias2)]):
+        return fuser(x, *extras)
+
+
+Shape = tuple[int, int, int, bool, bool, bool, bool]
+"""G, K, N; whether weights are one tensor, whether there is a bias, whether it is one tensor, whether weights are
+[K, N].
+"""
+
+
+def _shape(name: str, weight: list[Tensor], bias: list[Tensor], transposed: bool) -> Shape:
+    single = len(weight) == 1 and weight[0].dim() == 3
+    if not weight or any(w.dim() != (3 if single else 2) or w.shape != weight[0].shape for w in weight):
+        shapes = [tuple(w.shape) for w in weight]
+        raise ValueError(f"{name} must be one tensor [G, N, K], or G of one shape [N, K]; got {shapes}")
+    groups = weight[0].shape[0] if single else len(weight)
+    n, k = weight[0].shape[-2:]
+    if transposed:
+        n, k = k, n
+    single_bias = len(bias) == 1 and bias[0].dim() == 2
+    if bias and (bias[0].shape[0] if single_bias else len(bias), bias[0].shape[-1]) != (groups, n):
+        raise ValueError(f"the bias of {name} must be [{groups}, {n}], or {groups} of [{n}]")
+    return int(groups), int(k), int(n), single, bool(bias), single_bias, transposed
+
+
+def _op(shape: Shape, scale_bias: bool) -> GroupedLinear:
+    groups, k, n, single, has_bias, single_bias, transposed = shape
+    return GroupedLinear(
+        groups,
+        k,
+        n,
+        bias=has_bias,
+        device="meta",
+        scale_bias=scale_bias,
+        single_grouped_weight=single,
+        single_grouped_bias=single_bias,
+        transposed_weight=transposed,
+    )
+
+
+_local = threading.local()
+MOST = 256
+"""Fusers that a thread keeps."""
+
+
+def _kept(key: Any, ops: Any) -> OperationFuser:
+    """The fuser of ops with this key; made when first asked for. A thread has its own, since it lends them weights."""
+    fusers = _local.__dict__.setdefault("fusers", {})
+    if key not in fusers:
+        if len(fusers) >= MOST:
+            fusers.clear()
+        made = ops()
+        fusers[key] = OperationFuser(made, [str(i) for i in range(len(made))])
+    return fusers[key]
+
+
+@contextmanager
+def _with(ops: Sequence[Any], tensors: Sequence[tuple[list[Tensor], list[Tensor]]]) -> Iterator[None]:
+    """While it is entered, the ops have these weights and biases."""
+    lent = []
+    for op, (weight, bias) in zip(ops, tensors, strict=True):
+        lent.append((op, op.__dict__["_parameters"]))
+        own = dict(zip(op._weight_keys, weight, strict=True)) | dict(zip(op._bias_keys, bias, strict=True))
+        op.__dict__["_parameters"] = own
+    try:
+        yield
+    finally:
+        for op, parameters in lent:
+            op.__dict__["_parameters"] = parameters
