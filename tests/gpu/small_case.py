@@ -1,4 +1,4 @@
-"""Every Hopper kernel once on small inputs, to run under compute-sanitizer:
+"""Every Hopper kernel once on small inputs, to run under compute-sanitizer; in FP8 with the argument "fp8":
 
     for tool in memcheck racecheck synccheck; do
         compute-sanitizer --tool $tool --report-api-errors no python -m tests.gpu.small_case; done
@@ -16,6 +16,7 @@ import sys
 
 import torch
 
+import fusible_ops as ops
 from tests.cases import Splits, full
 from tests.models import MLP, Inputs, step
 
@@ -33,6 +34,11 @@ CASES = (
 )
 
 
+FP8_CASES = (
+    (MLP("scaled_swiglu", hidden=336, intermediate=192, bias=True, scale_bias=True), (RAGGED, SKEWED)),
+    (MLP("srelu", hidden=144, intermediate=320), (RAGGED, Splits("empty", (0, 0, 0), rows=0))),
+    (MLP("scaled_swiglu", hidden=768, intermediate=256), (SKEWED, MANY)),
+)
 SHARINGS = ({}, {"scheduler": "dynamic", "sm_margin": 128})
 
 
@@ -46,16 +52,20 @@ def run(mlp: MLP, splits: Splits, sharing: dict) -> None:
             w.data = w.data.clone()
             w.main_grad = torch.zeros(w.shape, dtype=torch.float32, device="cuda")
     step(model, mlp, inputs)
-    model[:2](inputs.x, *mlp.extras(splits.tensor("cuda"), inputs.probs)[: 1 + mlp.scaled])
+    shorter = model[:2].append(ops.Quantize())
+    shorter(inputs.x, *mlp.extras(splits.tensor("cuda"), inputs.probs)[: 1 + mlp.scaled])
     assert all(t.isfinite().all() for t in results.values())
 
 
 def main() -> None:
-    chosen = map(int, sys.argv[1:]) if sys.argv[1:] else range(len(CASES))
-    for mlp, several in map(CASES.__getitem__, chosen):
+    words = sys.argv[1:]
+    fp8, numbers = "fp8" in words, [int(word) for word in words if word != "fp8"]
+    cases = FP8_CASES if fp8 else CASES
+    for mlp, several in map(cases.__getitem__, numbers or range(len(cases))):
         for splits in several:
             for sharing in SHARINGS:
-                run(mlp, splits, sharing)
+                with ops.autocast(enabled=fp8, recipe=ops.Float8BlockScaling()):
+                    run(mlp, splits, sharing)
     torch.cuda.synchronize()
     print("done")
 
