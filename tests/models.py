@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 
 import fusible_ops as ops
 from cute_kernels.target import Target
-from patterns import RULES, Rule
 from tests.cases import Splits
 
 ACTIVATIONS: dict[str, Callable[..., ops.FusibleOperation]] = {
@@ -116,15 +115,6 @@ def step(model: ops.Sequential, mlp: MLP, inputs: Inputs, split_dtype: torch.dty
     results = {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad}
     results |= {f"d{name}": p.grad for name, p in model.named_parameters()}
     return {name: t for name, t in results.items() if t is not None}
-
-
-def _whole(rule: Rule) -> Rule:
-    bounds = (replace(bound, kernel=replace(bound.kernel, missing="")) for bound in rule.kernels)
-    return replace(rule, kernels=tuple(bounds))
-
-
-EVERY_KERNEL = tuple(_whole(rule) for rule in RULES)
-"""The rules as if no kernel was missing: operators have a reference before they have kernels."""
 
 
 @contextmanager

@@ -14,14 +14,10 @@ import pytest
 import torch
 
 import fusible_ops as ops
-from cute_kernels import catalog
-from patterns import RULES
 from tests.cases import Splits
-from tests.models import EVERY_KERNEL, MLP, as_if_on
+from tests.models import MLP, as_if_on
 
 HOPPER = pytest.mark.gpu("sm_90a")
-_FP8 = catalog.SM90_FP8_GROUPED_GEMM.missing
-FP8_KERNELS = pytest.mark.skipif(bool(_FP8), reason=_FP8)
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class Place:
         """Arguments of `Sequential` that make it fused, all of it, or unfused."""
         if not self.fused:
             return {"rules": ()}
-        return {"on_unfused": "error", "rules": EVERY_KERNEL if self.device == "cpu" else RULES}
+        return {"on_unfused": "error"}
 
     def build(self, mlp: MLP, splits: Splits, dtype: torch.dtype = torch.bfloat16, **kwargs: object) -> ops.Sequential:
         return mlp.build(splits, self.device, dtype, **self.options(), **kwargs)
@@ -69,5 +65,5 @@ RECIPE_PLACES = [
     pytest.param(Place("cpu", True, BLOCK), id="cpu-block-fused"),
     pytest.param(Place("cpu", False, CURRENT), id="cpu-current"),
     pytest.param(Place("cuda", False, BLOCK), id="cuda-block", marks=HOPPER),
-    pytest.param(Place("cuda", True, BLOCK), id="cuda-block-fused", marks=[HOPPER, FP8_KERNELS]),
+    pytest.param(Place("cuda", True, BLOCK), id="cuda-block-fused", marks=HOPPER),
 ]

@@ -12,7 +12,7 @@ from patterns.examples import FFN, MOE
 from tests.bench.bench_grouped_mlp import SHAPES
 from tests.cases import full
 from tests.compare import assert_bitwise_equal
-from tests.models import EVERY_KERNEL, MLP, Inputs, as_if_on, step
+from tests.models import MLP, Inputs, as_if_on, step
 
 BLOCK = ops.Float8BlockScaling()
 TINY = (Linear(8, 128, 128), Linear(8, 64, 128))
@@ -58,7 +58,7 @@ def layer(shape: str, **options: object) -> ops.Sequential:
     common = {"bias": False, "device": "meta", "dtype": torch.bfloat16}
     fc1 = ops.GroupedLinear(groups, hidden, 2 * width, **common)
     fc2 = ops.GroupedLinear(groups, width, hidden, **common)
-    return ops.Sequential(fc1, ops.ScaledSwiGLU(), fc2, rules=EVERY_KERNEL, **options)
+    return ops.Sequential(fc1, ops.ScaledSwiGLU(), fc2, **options)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -79,7 +79,7 @@ def test_auto_chooses_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp = MLP(hidden=64, intermediate=128)
     for rows, recipe in ((30, None), (40, BLOCK), (57, BLOCK)):
         splits = full("two", 9, rows - 9)
-        model = mlp.build(splits, "cpu", torch.bfloat16, rules=EVERY_KERNEL, on_unfused="error")
+        model = mlp.build(splits, "cpu", torch.bfloat16, on_unfused="error")
         inputs = Inputs.random(splits, mlp.hidden, "cpu", torch.bfloat16)
         with as_if_on("sm_90a"):
             with ops.autocast(recipe="auto"):
@@ -96,7 +96,7 @@ def test_auto_is_no_recipe_where_fp8_does_not_fuse() -> None:
         (MLP(hidden=1024, intermediate=1024, interleave=32), "sm_90a"),
         (MLP(hidden=1024, intermediate=1024), "sm_100a"),
     ):
-        built = model.build(full("one", 1), "cpu", torch.bfloat16, rules=EVERY_KERNEL)
+        built = model.build(full("one", 1), "cpu", torch.bfloat16)
         assert built.explain(arch, recipe="auto").startswith("recipe auto: none\n")
 
 

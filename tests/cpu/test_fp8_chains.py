@@ -14,7 +14,7 @@ from cute_kernels.quantization.formats import fp8_block
 from fusible_ops.quantized_tensor import QuantizedTensor, quantized
 from tests.cases import EVEN, OFF_TILE, SMALL_SPLITS, TAIL, Splits
 from tests.compare import assert_bitwise_equal, floor, relative_error
-from tests.models import ACTIVATIONS, EVERY_KERNEL, MLP, Inputs, as_if_on, step
+from tests.models import ACTIVATIONS, MLP, Inputs, as_if_on, step
 
 BLOCK = ops.Float8BlockScaling()
 F32 = ops.Float8BlockScaling(use_f32_scales=True)
@@ -25,7 +25,7 @@ WORSE = 1.05
 
 def fused(model: ops.Sequential, recipe: ops.Recipe = BLOCK) -> ops.Sequential:
     """The same modules, as fused on Hopper; everything must fuse."""
-    again = ops.Sequential(dict(model.named_children()), on_unfused="error", rules=EVERY_KERNEL)
+    again = ops.Sequential(dict(model.named_children()), on_unfused="error")
     with as_if_on("sm_90a"):
         assert all(group.plan(again._target("sm_90a"), None, recipe).is_fused for group in again.groups())
     return again
@@ -271,13 +271,13 @@ def test_a_quantised_input_and_gradient() -> None:
     with ops.autocast(recipe=BLOCK):
         want = run(alone)
         with as_if_on("sm_90a"):
-            again = ops.Sequential(dict(alone.named_children()), rules=EVERY_KERNEL)
+            again = ops.Sequential(dict(alone.named_children()))
             assert all(
                 op.kind == "quantize" for op in again.groups()[0].plan(again._target("sm_90a"), None, BLOCK).unfused
             )
             got = run(again)
             q = quantized(x, fp8_block(), columnwise=False)
-            y = ops.Sequential(op, rules=EVERY_KERNEL)(q, sizes)
+            y = ops.Sequential(op)(q, sizes)
     for name in want:
         assert_bitwise_equal(got[name], want[name], name)
     assert_bitwise_equal(y.detach(), want["y"], "y")
@@ -381,7 +381,7 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
 
 def test_the_plan_is_kept_for_each_recipe() -> None:
     mlp = MLP(hidden=64, intermediate=128)
-    model = mlp.build(EVEN, "cpu", BF16, rules=EVERY_KERNEL)
+    model = mlp.build(EVEN, "cpu", BF16)
     inputs = Inputs.random(EVEN, mlp.hidden, "cpu", BF16)
     with as_if_on("sm_90a"):
         for recipe in (None, BLOCK, F32, ops.Float8CurrentScaling()) * 2:
@@ -399,7 +399,7 @@ def test_fp32_weights_under_autocast(linear: dict) -> None:
     want: dict[str, Tensor] = {}
     for fuse in (False, True):
         with torch.autocast("cpu", BF16), ops.autocast(recipe=BLOCK), as_if_on("sm_90a"):
-            chain = ops.Sequential(dict(model.named_children()), rules=EVERY_KERNEL if fuse else ())
+            chain = ops.Sequential(dict(model.named_children()), **({} if fuse else {"rules": ()}))
             chain.on_unfused = "error" if fuse else "allow"
             got = step(chain, mlp, inputs)
         want = want or got

@@ -17,7 +17,7 @@ from fusible_ops import call
 from fusible_ops.sharing import BOUNDED, COUNTED, WGRADS, shared
 from tests.cases import Splits
 from tests.compare import assert_bitwise_equal
-from tests.models import EVERY_KERNEL, MLP, Inputs, as_if_on, step
+from tests.models import MLP, Inputs, as_if_on, step
 
 SPLITS = Splits("small", (3, 0, 6), rows=11)
 FULL = MLP("scaled_swiglu", bias=True, scale_bias=True)
@@ -150,7 +150,7 @@ def test_a_delayed_weight_gradient_shares(recorder: Recorder) -> None:
 def test_fp8_kernels_leave_the_margin(recorder: Recorder, scheduler: str) -> None:
     """All that use more than one SM; their tiles are dealt out beforehand."""
     mlp = MLP("scaled_swiglu", 64, 64, bias=True, scale_bias=True)
-    model = mlp.build(SPLITS, "cpu", torch.bfloat16, on_unfused="error", rules=EVERY_KERNEL)
+    model = mlp.build(SPLITS, "cpu", torch.bfloat16, on_unfused="error")
     model.scheduler, model.sm_margin = scheduler, 8
     with as_if_on("sm_90a"), ops.autocast(recipe=ops.Float8BlockScaling()):
         step(model, mlp, Inputs.random(SPLITS, mlp.hidden, "cpu", torch.bfloat16))

@@ -12,9 +12,9 @@ import fusible_ops as ops
 from tests.cases import Splits, full
 from tests.compare import assert_bitwise_equal, floor, relative_error
 from tests.models import MLP, Inputs, no_host_sync, step
-from tests.places import FP8_KERNELS, HOPPER
+from tests.places import HOPPER
 
-pytestmark = [HOPPER, FP8_KERNELS]
+pytestmark = HOPPER
 BLOCK = ops.Float8BlockScaling()
 F32 = ops.Float8BlockScaling(use_f32_scales=True)
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}

@@ -16,9 +16,9 @@ from tests.bench.timing import launches, requested_bytes
 from tests.cases import Splits, full
 from tests.compare import assert_bitwise_equal
 from tests.models import MLP, Inputs
-from tests.places import BLOCK, FP8_KERNELS, HOPPER
+from tests.places import BLOCK, HOPPER
 
-pytestmark = [HOPPER, FP8_KERNELS]
+pytestmark = HOPPER
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 TAIL = Splits("tail", (96, 0, 130, 74), 512)
 FULL = full("full", 200, 0, 130, 182)
