@@ -14,7 +14,6 @@ Source: Transformer Engine 2.20, `common/recipe/delayed_scaling.cu` (Apache-2.0)
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cute_kernels.quantization.formats import Element
+from fusible_ops import saved_state
 from fusible_ops.recipe import DelayedScaling
 
 _FLOAT_MAX = torch.finfo(torch.float32).max
@@ -96,34 +96,36 @@ _SUFFIXES = {"forward": "fwd", "backward": "bwd"}
 
 
 def saved_scales(scales: Mapping[str, DelayedScales]) -> Tensor:
-    """The scales of both directions as bytes, uint8 on the CPU, for a checkpoint; empty if there are none."""
+    """The scales of both directions as bytes, uint8 on the CPU, for a checkpoint, as Transformer Engine writes them
+    (`saved_state`); empty if there are none.
+    """
     if not scales:
         return torch.empty(0, dtype=torch.uint8)
-    state = {
+    tensors = {
         mode: {f"scale_{_SUFFIXES[mode]}": s.scale.cpu(), f"amax_history_{_SUFFIXES[mode]}": s.amax_history.cpu()}
         for mode, s in scales.items()
     }
-    file = io.BytesIO()
-    torch.save(state, file)
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    lengths = {mode: DelayedScaling(amax_history_len=s.amax_history.shape[0]) for mode, s in scales.items()}
+    recipes = {mode: s.recipe or lengths[mode] for mode, s in scales.items()}
+    return torch.frombuffer(bytearray(saved_state.written(tensors, recipes)), dtype=torch.uint8)
 
 
 def loaded_scales(state: Tensor, counts: Mapping[str, int], owner: str) -> dict[str, DelayedScales]:
-    """What `saved_scales` wrote. counts: how many tensors each direction has.
+    """What `saved_scales`, or Transformer Engine, wrote. counts: how many tensors each direction has.
 
-    RuntimeError for anything else: a pickle of Transformer Engine's is not opened, since it may run any code.
+    No code of the checkpoint runs. RuntimeError for anything else.
     """
     try:
-        read = torch.load(io.BytesIO(state.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
+        read = saved_state.read(state.cpu().numpy().tobytes())
         loaded = {
             mode: DelayedScales(read[mode][f"scale_{suffix}"], read[mode][f"amax_history_{suffix}"])
             for mode, suffix in _SUFFIXES.items()
-            if mode in read
+            if mode in read and f"scale_{suffix}" in read[mode]
         }
     except Exception as error:
         raise RuntimeError(
-            f"{owner}: the checkpoint's _extra_state ({state.numel()} bytes) holds no scales that this library saved; "
-            "leave the _extra_state entries out to begin with fresh scales"
+            f"{owner}: the checkpoint's _extra_state ({state.numel()} bytes) holds no scales that this library, or "
+            "Transformer Engine, saved; leave the _extra_state entries out to begin with fresh scales"
         ) from error
     for mode, scales in loaded.items():
         if scales.scale.shape != (counts[mode],):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -455,11 +456,22 @@ def test_copies_and_pickles_of_models(recipe: Recipe, when: str) -> None:
             assert_bitwise_equal(got[name], want[name], name)
 
 
+class _Evil:
+    """Runs a command when unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("exit 1",)
+
+
 def test_other_extra_states_are_refused_with_words() -> None:
     op = ops.GroupedLinear(2, 32, 24, **CPU)
     foreign = torch.frombuffer(bytearray(pickle.dumps({"forward": {"scale_fwd": 1}})), dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="holds no scales that this library saved; leave the _extra_state entries"):
+    with pytest.raises(RuntimeError, match="holds no scales that this library, or"):
         op.set_extra_state(foreign)
+    evil = pickle.dumps({"forward": {"scale_fwd": _Evil()}})
+    with pytest.raises(RuntimeError, match="holds no scales") as refused:
+        op.set_extra_state(torch.frombuffer(bytearray(evil), dtype=torch.uint8))
+    assert "system is nothing that an op's state is made of" in str(refused.value.__cause__)
     other = ops.GroupedLinear(3, 32, 24, **CPU)
     run(other, torch.randn(20, 32).bfloat16(), torch.tensor([5, 5, 10]), recipe=DelayedScaling())
     with pytest.raises(RuntimeError, match="delayed scales of 6 tensors in forward, but this op has 4"):
