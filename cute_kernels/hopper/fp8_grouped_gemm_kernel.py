@@ -135,7 +135,7 @@ class Fp8GroupedGemm:
             layout_tile = self.epilogue.tile_layout(CONSUMERS)
         load = cpasync.CopyBulkTensorTileG2SOp()
         one = [cute.slice_(layout, (None, None, 0)) for layout in (layout_x, layout_box, layout_s)]
-        view = weight_view(w, self.boxes, 0, False, False)
+        view = weight_view(w, self.boxes, 0, False, False, False)
         if const_expr(self.halves > 1):
             view = self.contracted_in_halves(w)
         atom_x, tma_x = cpasync.make_tiled_tma_atom(load, rows_view(x, self.halves), one[0], (BLOCK, BLOCK))

@@ -547,7 +547,7 @@ class QuantizeWeights(Tiles):
 
     @cute.jit
     def __call__(self, w: cute.Tensor, table: cute.Tensor | None, copies: tuple, strip: Int32, grid: Int32, stream):
-        source = self.make_source(weight_view(w, 1, 0, True, self.separate))
+        source = self.make_source(weight_view(w, 1, 0, True, False, self.separate))
         self.Storage = self.make_storage()
         self.kernel(*source, table, copies, strip).launch(
             grid=[grid, 1, 1],
