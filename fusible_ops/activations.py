@@ -55,6 +55,7 @@ class ActivationOperation(BasicOperation):
     scaled = False
     known_kwargs = ()
     keeps_zero_rows = True
+    graph_facts = ("activation", "glu_interleave", "cache_quantized_input")
 
     def __init__(
         self, activation: Activation, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None

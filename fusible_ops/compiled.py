@@ -32,7 +32,7 @@ def forward(sequential: Sequential, x: Tensor, extra_inputs: Sequence[Tensor], o
     runs = _runs(sequential)
     if op_kwargs or current_recipe() is not None or any(_acts_beside(op) for _, ops in runs for op in ops):
         return _outside(sequential, x, *extra_inputs, op_kwargs=op_kwargs)
-    at = 0
+    name, at = name_of(sequential), 0
     extra_outputs: list[Tensor] = []
     for index, (module, ops) in enumerate(runs):
         if module is not None:
@@ -40,7 +40,7 @@ def forward(sequential: Sequential, x: Tensor, extra_inputs: Sequence[Tensor], o
             continue
         count = sum([op._extra_input_channels.count(None) for op in ops])
         parameters = [p for op in ops for p in op.parameters()]
-        x = run(sequential.graph_name, index, x, list(extra_inputs[at : at + count]), parameters)
+        x = run(name, index, x, list(extra_inputs[at : at + count]), parameters)
         at += count
         if any([any(op._extra_output_to_caller) for op in ops]):
             x, *more = x
@@ -63,6 +63,22 @@ def _runs(sequential: Sequential) -> list[tuple[nn.Module | None, list[BasicOper
     return runs
 
 
+def name_of(sequential: Any) -> str:
+    """What is behind this Sequential, in words: all that, with its parameters, says what it does."""
+    name = sequential.options_key
+    for module, ops in _runs(sequential):
+        name += " |" if module is None else " | module"
+        for op in ops:
+            if not op.graph_key:
+                return sequential.own_name
+            name += " " + op.graph_key
+            for channel in (*op._extra_input_channels, *op._extra_output_channels):
+                name += " " + (channel or "-")
+            for public in op._extra_output_to_caller:
+                name += " public" if public else " hidden"
+    return name
+
+
 def _acts_beside(op: BasicOperation) -> bool:
     """Whether it does what no graph holds: writes into `main_grad`, puts work off, or has quantised parameters."""
     if getattr(op, "accumulate_into_main_grad", False) or getattr(op, "delay_wgrad_compute", False):
@@ -79,8 +95,8 @@ def _outside(sequential: Sequential, x: Tensor, *extra_inputs: Tensor, op_kwargs
 
 @torch.compiler.allow_in_graph
 def run(name: str, index: int, x: Tensor, extra_inputs: list[Tensor], parameters: list[Tensor]) -> Any:
-    """Run number `index` of the Sequential of this name, with these tensors as its parameters."""
-    group = module_called(name).groups()[index]  # type: ignore[operator]
+    """Run number `index` of a Sequential of this name, with these tensors as its parameters."""
+    group = module_called(name, name_of).groups()[index]  # type: ignore[operator]
     with _parameters_are(group.basic_ops, parameters):
         return group(x, *extra_inputs)
 

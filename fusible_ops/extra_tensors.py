@@ -21,6 +21,7 @@ class MakeExtraOutput(BasicOperation):
 
     num_extra_outputs = 1
     known_kwargs = ()
+    graph_facts = ("in_place",)
     keeps_zero_rows = True
 
     def __init__(self, *, in_place: bool = False) -> None:
@@ -60,6 +61,7 @@ class AddExtraInput(BasicOperation):
 
     num_extra_inputs = 1
     known_kwargs = ()
+    graph_facts = ("in_place",)
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()

@@ -16,6 +16,7 @@ from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.limits import dtype_name
 from fusible_ops import checks
 from fusible_ops.autocast_mode import current_model_init
+from fusible_ops.graph_key import LAYOUT
 from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
 from fusible_ops.parameters import Held, Unchanged, WeightGrad, accumulate_main_grads, main_grads, pack_, signal_added
 from fusible_ops.quantized_parameters import check_alike, hold_quantized, new_values, pack_quantized_, tie_quantizers
@@ -50,6 +51,7 @@ class GroupedLinear(BasicOperation):
 
     known_kwargs = ("output", "grad_input")
     split_sizes_slot = 0
+    graph_facts = ("num_groups", "in_features", "out_features", "has_bias", "scale_bias", *LAYOUT)
     quantized_program = "fusible_ops.quantized_linear:QuantizedLinear"
 
     def __init__(

@@ -42,6 +42,7 @@ class BasicLinear(BasicOperation):
     """
 
     known_kwargs = ()
+    graph_facts = ("in_features", "out_features")
     quantized_program = "fusible_ops.quantized_linear:QuantizedLinear"
 
     def __init__(
@@ -173,6 +174,7 @@ class Bias(BasicOperation):
     """
 
     known_kwargs = ()
+    graph_facts = ("size",)
 
     def __init__(
         self,

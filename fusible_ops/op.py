@@ -21,6 +21,7 @@ from cute_kernels.scheduling import Sharing
 from fusible_ops import autocast_mode
 from fusible_ops.channels import ChannelEnds
 from fusible_ops.delayed_scaling import DelayedScales, loaded_scales, saved_scales
+from fusible_ops.graph_key import GraphKey
 from fusible_ops.parameters import NOTHING_HELD, Held, Packing, Unchanged, parameters_of
 from fusible_ops.quantizer import Quantizer
 from fusible_ops.recipe import DelayedScaling, Recipe
@@ -136,7 +137,7 @@ class FusibleOperation(nn.Module):
         return OperationFuser([self])(input_, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
 
 
-class BasicOperation(FusibleOperation, ChannelEnds):
+class BasicOperation(GraphKey, FusibleOperation, ChannelEnds):
     """One op. Class attribute `num_extra_inputs`: how many tensors it takes besides its input.
 
     `state_dict` has an `_extra_state` entry for every basic op, as Transformer Engine's has: the scales of delayed

@@ -12,7 +12,7 @@ from cute_kernels.scheduling import Sharing
 from cute_kernels.target import Target
 from fusible_ops.autocast_mode import current_recipe, named
 from fusible_ops.fuser import AUTOMATIC, ON_UNFUSED, OperationFuser
-from fusible_ops.named import name_of
+from fusible_ops.named import own_name
 from fusible_ops.op import BasicOperation, FusibleOperation
 from fusible_ops.packing import pack_glu_weights_
 from fusible_ops.recipe import Recipe
@@ -59,10 +59,10 @@ class Sequential(nn.Module):
         sm_margin: int = 0,
     ) -> None:
         super().__init__()
+        self.own_name = own_name(self)
         self.rules = check_rules(rules)
         self.on_unfused = on_unfused
         self.scheduler, self.sm_margin = scheduler, sm_margin
-        self.graph_name = name_of(self)
         self._module_groups: list[Group] | None = None
         self._num_extra_inputs = 0  # of all groups together; known once they are made
         if len(modules) == 1 and isinstance(modules[0], Mapping):
@@ -149,6 +149,10 @@ class Sequential(nn.Module):
         super().__setattr__(name, value)
         if isinstance(value, nn.Module) or name in OPTIONS:
             self._module_groups = None
+        if name in OPTIONS:
+            known = getattr(self, "rules", RULES) is RULES
+            options = [f"{key}={getattr(self, key, None)!r}" for key in OPTIONS if key != "rules"]
+            self.__dict__["options_key"] = ", ".join(options) if known else self.own_name
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
@@ -161,7 +165,8 @@ class Sequential(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "rules": RULES if state["rules"] is None else state["rules"]})
-        self.graph_name = name_of(self)
+        self.own_name = own_name(self)
+        self.on_unfused = self.on_unfused  # says `options_key` anew
 
     # -- running ---------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ class Quantize(BasicOperation):
 
     known_kwargs = ()
     keeps_zero_rows = True
+    graph_facts = ("quantize_forward", "quantize_backward")
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()
@@ -92,6 +93,7 @@ class ConstantScale(BasicOperation):
 
     known_kwargs = ()
     keeps_zero_rows = True
+    graph_facts = ("scale",)
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -116,6 +118,7 @@ class Identity(BasicOperation):
 
     known_kwargs = ()
     keeps_zero_rows = True
+    graph_facts = ("training",)
 
     def describe(self) -> OpSpec:
         return OpSpec("identity", self.name)
@@ -139,6 +142,7 @@ class Reshape(BasicOperation):
 
     known_kwargs = ()
     keeps_zero_rows = True
+    graph_facts = ("shape",)
     keeps_rows = False
 
     def __init__(self, shape: Iterable[int]) -> None:
@@ -178,6 +182,7 @@ class Dropout(BasicOperation):
 
     known_kwargs = ()
     keeps_zero_rows = True
+    graph_facts = ("dropout_probability", "training")
 
     def __init__(self, p: float) -> None:
         if not 0 <= p <= 1:

@@ -217,3 +217,68 @@ def test_channels_and_extra_outputs(fused: bool) -> None:
         (y.float().square().sum() + extra.float().sum()).backward()
         results.append([y.detach(), extra.detach(), given.grad])
     assert_alike(*results)
+
+
+def _layers(count: int, **options: object) -> list[ops.Sequential]:
+    return [MLP("scaled_swiglu").build(Splits("any", (1, 1, 1, 1), 4), "cpu", BF16, **options) for _ in range(count)]
+
+
+def test_layers_that_are_alike_share_a_graph(fused: bool) -> None:
+    """More of them than Dynamo compiles one function for; each gives its own values."""
+    counter = CompileCounterWithBackend("aot_eager")
+    x, splits, probs, dy = inputs(24)
+    for layer in _layers(12):
+        compiled = torch.compile(layer, backend=counter, fullgraph=True)
+        results = []
+        for call in (compiled, layer):
+            layer.zero_grad()
+            given = x.clone().requires_grad_()
+            y = call(given, splits, probs, splits)
+            y.backward(dy)
+            results.append([y.detach(), given.grad, *(p.grad for p in layer.parameters())])
+        assert_alike(*results)
+    assert counter.frame_count == 1
+
+
+def test_what_differs_does_not_share(fused: bool) -> None:
+    """A constant, an option, a rule set, training: another graph, and the right numbers."""
+    counter = CompileCounterWithBackend("aot_eager")
+    makers = [
+        lambda: ops.Sequential(ops.ConstantScale(2.0)),
+        lambda: ops.Sequential(ops.ConstantScale(3.0)),
+        lambda: ops.Sequential(ops.SwiGLU()),
+        lambda: ops.Sequential(ops.ClampedSwiGLU()),
+        lambda: ops.Sequential(ops.ClampedSwiGLU(limit=0.5)),
+        lambda: ops.Sequential(ops.SwiGLU(), rules=()),
+        lambda: ops.Sequential(ops.Dropout(1.0)),
+        lambda: ops.Sequential(ops.Dropout(1.0)).eval(),
+    ]
+    x = torch.randn(6, 16).to(BF16)
+    for make in makers:
+        model = make()
+        assert_bitwise_equal(torch.compile(model, backend=counter, fullgraph=True)(x), model(x))
+    assert counter.frame_count == len(makers)
+    torch._dynamo.reset()
+    alike, changed = ops.Sequential(ops.ConstantScale(2.0)), ops.Sequential(ops.ConstantScale(2.0))
+    changed[0].scale = 5.0
+    assert_bitwise_equal(torch.compile(alike, backend=counter, fullgraph=True)(x), 2.0 * x)
+    assert_bitwise_equal(torch.compile(changed, backend=counter, fullgraph=True)(x), 5.0 * x)
+
+
+def test_ops_of_somebody_elses_have_graphs_of_their_own(fused: bool) -> None:
+    class Power(ops.BasicOperation):
+        def __init__(self, exponent: int) -> None:
+            super().__init__()
+            self.exponent = exponent
+
+        def op_forward(self, ctx, input_, **_):
+            return input_**self.exponent
+
+    class Tripled(ops.ConstantScale):
+        def op_forward(self, ctx, input_, **_):
+            return 3 * input_
+
+    x = torch.randn(6, 16)
+    for model, wanted in ((Power(2), x**2), (Power(3), x**3), (Tripled(1.0), 3 * x)):
+        compiled = torch.compile(ops.Sequential(model), backend="aot_eager", fullgraph=True)
+        assert_bitwise_equal(compiled(x), wanted)
