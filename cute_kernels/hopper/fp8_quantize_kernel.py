@@ -200,6 +200,13 @@ class Tiles:
         )
         cute.copy(source.atom, origin, target[None, state.index], tma_bar_ptr=ring.producer_get_barrier(state))
 
+    @cute.jit
+    def release(self, ring, state):
+        """A warp gives a stage back. Whatever it read there must have been worked with: a read that was only issued may
+        still be on its way when TMA writes the stage anew."""
+        cute.arch.sync_warp()
+        ring.consumer_release(state)
+
     def next_round(self, state):
         """The state of the team's next tile; the count is not used."""
         index = state.index + TEAMS
@@ -402,7 +409,9 @@ class QuantizeRows(Tiles):
             pairs = self.row_maxima(magnitudes) if const_expr(self.rowwise) else None
             if const_expr(self.columnwise):
                 self.keep_maxima(magnitudes, room, thread)
-            ring.consumer_release(state)
+            else:
+                factors = self.scale_rows(pairs, room, copies.scale, first, column, left, thread)
+            self.release(ring, state)
             state = self.next_round(state)
             if const_expr(self.columnwise):
                 room.barrier.arrive_and_wait()
@@ -410,7 +419,8 @@ class QuantizeRows(Tiles):
             if const_expr(self.sums):
                 self.add_sums(room, copies.partial, row, column, columns, thread)
             if const_expr(self.rowwise):
-                factors = self.scale_rows(pairs, room, copies.scale, first, column, left, thread)
+                if const_expr(self.columnwise):
+                    factors = self.scale_rows(pairs, room, copies.scale, first, column, left, thread)
                 self.store_rows(words, factors, copies.data, first, columns, column, left, thread)
             if const_expr(self.columnwise):
                 room.barrier.arrive_and_wait()
@@ -603,7 +613,7 @@ class QuantizeWeights(Tiles):
             ring.consumer_wait(state)
             words = self.read(x, state, thread)
             self.keep_maximum(self.magnitudes(words), room, turn, thread)
-            ring.consumer_release(state)
+            self.release(ring, state)
             state = self.next_round(state)
             room.barrier.arrive_and_wait()
             factor, stored = self.scale(room, turn)

@@ -17,9 +17,12 @@ empty groups.
 Pipelines: ring of (dy tile, x tile, their scales), warp 12 -> 12 consumer warps. Plans, warp 13 -> the 12 consumer
 warps and warp 12. Staging: each warp has 16 rows of its warpgroup's slots to itself.
 Schedule: persistent; CTA c takes tiles c, c + CTAs, ...
-Timeline of a block: wait for the stage, 4 WGMMA, wait for them, promote, release the stage. Nothing of a warpgroup's
-own overlaps: while it promotes or stores, the others' WGMMA fill the tensor cores, in whatever order they come; one may
-be some blocks ahead of another, as far as the ring goes.
+Timeline of a block: wait for the stage, 4 WGMMA, release the stage before, wait for the products, promote. Nothing of a
+warpgroup's own overlaps: while it promotes or stores, the others' WGMMA fill the tensor cores, in whatever order they
+come; one may be some blocks ahead of another, as far as the ring goes.
+A stage is released only once the next block's WGMMA are issued, or the tile stored: both use what the promotion read, so
+by then its scales have arrived in registers. Released straight after it, the last of them were still on their way from a busy
+shared memory when TMA wrote the stage anew: 96 wrong elements in one of 200 runs.
 A tile's results leave by TMA, 16 rows by 128 bytes a warp at a time, or from registers, 16 bytes a lane; what they are
 added to is read into the registers of the last block's sums.
 
@@ -279,11 +282,12 @@ class Fp8WgradSm90(Results):
         while group >= 0:
             row += team * 64
             if row < walk.rows:
-                state = self.multiply(ring, state, product, sums, temp, blocks, scales, team, thread)
+                state, last = self.multiply(ring, state, product, sums, temp, blocks, scales, team, thread)
                 if const_expr(self.by_tma):
                     self.send_tile(sums, slots, target, walk, group, row, col, thread)
                 else:
                     self.store_tile(sums, target, walk, group, row, col, thread)
+                ring.consumer_release(last)
             else:
                 state = self.pass_over(ring, state, blocks)
             entry += 1
@@ -302,12 +306,16 @@ class Fp8WgradSm90(Results):
 
     @cute.jit
     def multiply(self, ring, state, product: Product, sums, temp, blocks, scales: Scales, team, thread):
-        """sums = the sum over all blocks of 128 tokens, each multiplied by itself, scaled and added in FP32."""
+        """sums = the sum over all blocks of 128 tokens, each multiplied by itself, scaled and added in FP32.
+
+        (Next stage, the last one, which is still to be released.)
+        """
         acc = cute.make_tensor(temp.iterator, cute.make_layout(((2, 2, TILE_COLUMNS // 8), 1, 1)))
         row = anew(team * 64 + thread // 32 * 16 + thread % 32 // 4)
         quarter = anew(thread % 4)
         sums.fill(0.0)
-        for _ in cutlass.range(blocks, unroll=1):
+        before = state.clone()
+        for k in cutlass.range(blocks, unroll=1):
             ring.consumer_wait(state)
             atom = cute.make_mma_atom(product.op)
             atom.set(warpgroup.Field.ACCUMULATE, False)
@@ -317,12 +325,14 @@ class Fp8WgradSm90(Results):
                 cute.gemm(atom, acc, product.a[at], product.b[at], acc)
                 atom.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
+            if k > 0:
+                ring.consumer_release(before)
+                before.advance()
             factors = [scales.rows[row + 8 * half, 0, state.index] for half in range(2)]
             warpgroup.wait_group(0)
             self.promote(sums, temp, factors, scales, quarter, state.index)
-            ring.consumer_release(state)
             state.advance()
-        return state
+        return state, before
 
     def promote(self, sums, temp, factors, scales: Scales, quarter, stage):
         """Sums += what was multiplied, scaled by row and column."""
