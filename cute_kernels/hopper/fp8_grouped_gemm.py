@@ -88,7 +88,7 @@ def _gemm_plan(
     check_factor(kernel, "bias_scale", scale, x)
     kernel.require(K=k, N=n)
     cut = 1 if k % (halves * BLOCK) == 0 else halves  # blocks that are cut in each half may be those cut through
-    options = Options("store", choose("store", n), halves=cut, has_bias=bias is not None, factor=factor_name(scale))
+    options = Options("store", choose("store", n, k), halves=cut, has_bias=bias is not None, factor=factor_name(scale))
     return _plan(kernel, options, x, groups, n, options.config.column_tiles(n), sm_margin)
 
 

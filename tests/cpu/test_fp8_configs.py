@@ -19,6 +19,11 @@ def test_products_take_the_tile_that_multiplies_fewer_zeros() -> None:
     assert [choose("store", n).tile_n for n in (2048, 2880, 768, 192, 256)] == [256, 192, 256, 192, 256]
 
 
+def test_long_sums_take_narrow_tiles_unless_they_waste_much() -> None:
+    assert [choose("store", n, 7168).tile_n for n in (4096, 7168, 256, 2048)] == [192, 192, 256, 192]
+    assert choose("store", 4096, 2048).tile_n == 256
+
+
 def test_column_tiles_cover_all_columns() -> None:
     act, dact = choose("act", 0), choose("dact", 0)
     assert [act.column_tiles(2 * i, 2) for i in (64, 128, 192, 2880)] == [1, 1, 2, 23]
