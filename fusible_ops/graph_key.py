@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 OURS = frozenset(
     f"fusible_ops.{name}"
     for name in ("activations", "scaled_activations", "grouped_linear", "linear", "small_ops", "extra_tensors")
@@ -16,7 +18,7 @@ LAYOUT = ("single_grouped_weight", "single_grouped_bias", "transposed_weight")
 
 class GraphKey:
     """graph_facts: attributes that, with the parameters, say all that the op does; None: nobody knows. graph_key: their
-    values in words, kept up to date; empty where nobody knows.
+    values in words, kept up to date; empty where nobody knows, and of an op that is made inside a graph.
     """
 
     graph_facts: tuple[str, ...] | None = None
@@ -24,6 +26,8 @@ class GraphKey:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if self.graph_facts is not None and name in self.graph_facts and type(self).__module__ in OURS:
+        if self.graph_facts is None or name not in self.graph_facts or torch.compiler.is_compiling():
+            return
+        if type(self).__module__ in OURS:
             facts = [f"{fact}={getattr(self, fact, None)!r}" for fact in self.graph_facts]
             self.__dict__["graph_key"] = f"{type(self).__name__}({', '.join(facts)})"
