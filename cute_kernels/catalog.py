@@ -20,6 +20,7 @@ from cute_kernels.limits import (
     at_least,
     at_most,
     fixed_for,
+    given_for,
     interleave_fits,
     multiple_of,
     not_transposed_for,
@@ -156,47 +157,77 @@ SM90_FP8_GROUPED_WGRAD = _sm90("fp8_grouped_wgrad", "fp8_wgrad", *_sixteens("N",
 # Blackwell, by cuDNN Frontend. Compiled and call-checked without one, not run. Its architecture check also lets SM120
 # pass, for which its kernels then do not compile.
 
+BLACKWELL = ("sm_100a", "sm_103a")
 PACKING = "pack_glu_weights_(interleave=32) does it"
 NO_TANH_GEGLU = "cuDNN Frontend's geglu is the clamped SwiGLU; it has no kernel for gelu_tanh"
-SM100_CLAMP = {"limit": 7.0, "alpha": 1.702}
-"""Built into its BF16 forward kernel; the offset is given at run time."""
+BUILT_IN = "it is built into cuDNN Frontend's kernel"
+FORMATS = ("bfloat16", "mxfp8", "nvfp4")
 
-BLACKWELL = ("sm_100a", "sm_103a")
-_SM100_PACKAGES = (CUDNN_FRONTEND, *_DSL)
 SM100_ACTIVATION = one_of("activation", SM100_ACTIVATIONS, fix=NO_TANH_GEGLU)
+_HAS_CLAMP = given_for("limit", "activation", "clamped_swiglu", fix="cuDNN Frontend's kernel always clamps")
+_SRELU = one_of("activation", ("srelu", "tanh_srelu"))
 _BF16 = one_of("dtype", ("bfloat16",))
 _GROUPS = at_most("G", 1024)
 _HALVES = multiple_of("I", 32, fix="gate and up lie in blocks of 32 columns")
 _INTERLEAVED = interleave_fits("glu_interleave", "I", (32,), plain=False, fix=PACKING)
-_CLAMP = tuple(
-    fixed_for(name, value, "activation", "clamped_swiglu", fix="it is built into cuDNN Frontend's BF16 kernel")
-    for name, value in SM100_CLAMP.items()
-)
+_ROWS_OF_FC1 = not_transposed_for("transposed_weight", "activation", GLU_ACTIVATIONS)
 
 
-def _sm100(name: str, module: str, *limits: Limit) -> Kernel:
+def _clamp(**constants: float) -> tuple[Limit, ...]:
+    """The clamped SwiGLU has these constants."""
+    return tuple(
+        fixed_for(name, value, "activation", "clamped_swiglu", fix=BUILT_IN) for name, value in constants.items()
+    )
+
+
+def _thirty_twos(*letters: str) -> tuple[Limit, ...]:
+    """32 values with a scale, 16-byte rows of 4-bit elements, columns that a thread writes at once."""
+    return tuple(multiple_of(letter, 32, fix="pad the layer's features") for letter in letters)
+
+
+def _sums(format: str, *letters: str) -> tuple[Limit, ...]:
+    """Dimensions that are summed over."""
+    return _eights(*letters) if format == "bfloat16" else _thirty_twos(*letters)
+
+
+def _sm100(name: str, format: str, module: str, *limits: Limit) -> Kernel:
+    """dtype: what the layer computes in, and what pre-activations and results are in, whatever the format."""
     arch, *also = BLACKWELL
-    place = f"cute_kernels.blackwell.{module}"
-    return Kernel(name, arch, place, limits, _SM100_PACKAGES, also=tuple(also), is_kept=False)
+    full, place = name if format == "bfloat16" else f"{name}_{format}", f"cute_kernels.blackwell.{module}"
+    packages = (CUDNN_FRONTEND, *_DSL)
+    return Kernel(full, arch, place, (_BF16, *limits), packages, also=tuple(also), is_kept=False)
 
 
-SM100_GLU = _sm100(
-    "cudnn_glu",
-    "glu",
-    _BF16,
-    SM100_ACTIVATION,
-    *_CLAMP,
-    _HALVES,
-    _INTERLEAVED,
-    *_eights("K"),
-    _GROUPS,
-    not_transposed_for("transposed_weight", "activation", GLU_ACTIVATIONS),
-)
-SM100_DGLU = _sm100("cudnn_dglu", "dglu", _BF16, SM100_ACTIVATION, _HALVES, *_eights("H"), _GROUPS)
-SM100_GEMM = _sm100(
-    "cudnn_gemm", "gemm", _BF16, multiple_of("N", 32, fix="pad the layer's features"), *_eights("K"), _GROUPS
-)
-SM100_WGRAD = _sm100("cudnn_wgrad", "wgrad", _BF16, *_eights("K", "N"), _GROUPS)
+def _sm100_rows(format: str) -> Mapping[str, Kernel]:
+    """The rows of a format by what they do."""
+    glu = (_HALVES, _INTERLEAVED, *_sums(format, "K"), _GROUPS, _ROWS_OF_FC1)
+    dglu = (SM100_ACTIVATION, _HAS_CLAMP, _HALVES, *_sums(format, "H"), _GROUPS)
+    product = (*_thirty_twos("N"), *_sums(format, "K"), _GROUPS)
+    wgrad = _sm100("cudnn_wgrad", format, "wgrad", *_sums(format, "K", "N"), _GROUPS)
+    rows = {
+        "dglu": _sm100("cudnn_dglu", format, "dglu", *dglu),
+        "wgrad": wgrad,
+        "dense_swiglu": _sm100("cudnn_dense_swiglu", format, "dense", _HALVES, *_sums(format, "K")),
+    }
+    if format == "bfloat16":
+        clamp = _clamp(limit=7.0, alpha=1.702)
+        rows["glu"] = _sm100("cudnn_glu", format, "glu", SM100_ACTIVATION, *clamp, *glu)
+        rows["gemm"] = _sm100("cudnn_gemm", format, "gemm", *product)
+        return rows
+    rows["glu"] = _sm100("cudnn_glu", format, "glu", SM100_ACTIVATION, _HAS_CLAMP, *glu)
+    rows["gemm"] = _sm100("cudnn_quant", format, "quant", *product)
+    for name in ("srelu", "dsrelu"):
+        rows[name] = _sm100(f"cudnn_{name}", format, "srelu", _SRELU, *product)
+    rows["dense_srelu"] = _sm100("cudnn_dense_srelu", format, "dense", *product[:-1])
+    if format == "nvfp4":
+        clamp = _clamp(limit=7.0, alpha=1.702, offset=1.0)
+        hadamard = (SM100_ACTIVATION, *clamp, *glu)
+        rows["glu_hadamard"] = _sm100("cudnn_glu_hadamard", format, "glu_hadamard", *hadamard)
+    return rows
+
+
+SM100: Mapping[str, Mapping[str, Kernel]] = {format: _sm100_rows(format) for format in FORMATS}
+"""Format -> what it does -> row."""
 
 KERNELS: Mapping[str, Kernel] = {
     f"{kernel.arch}/{kernel.name}": kernel
@@ -217,9 +248,6 @@ KERNELS: Mapping[str, Kernel] = {
         SM90_FP8_GROUPED_GEMM_ACT,
         SM90_FP8_GROUPED_GEMM_DACT,
         SM90_FP8_GROUPED_WGRAD,
-        SM100_GLU,
-        SM100_DGLU,
-        SM100_GEMM,
-        SM100_WGRAD,
+        *(kernel for rows in SM100.values() for kernel in rows.values()),
     )
 }

@@ -316,6 +316,30 @@ class FixedFor(Limit):
 
 
 @dataclass(frozen=True)
+class GivenFor(Limit):
+    """`letter` is not None if `activation` is `kind`; of other activations it does not matter."""
+
+    letter: str
+    activation: str
+    kind: str
+
+    def letters(self) -> tuple[str, ...]:
+        return (self.letter, self.activation)
+
+    def holds(self, facts: Facts) -> bool:
+        return facts[self.activation] != self.kind or facts[self.letter] is not None
+
+    def wanted(self, facts: Facts, words: Words) -> str:
+        return f"a number with {self.kind}"
+
+    def counterexample(self) -> dict[str, object]:
+        return {self.letter: None, self.activation: self.kind}
+
+    def __str__(self) -> str:
+        return f"{self.letter} is given for {self.kind}"
+
+
+@dataclass(frozen=True)
 class Installed(Limit):
     """A package is there, in a version that is known to work. Reads the fact of the package's name."""
 
@@ -352,6 +376,7 @@ interleave_fits = InterleaveFits
 not_transposed_for = NotTransposedFor
 fixed_for = FixedFor
 stored_interleave_fits = StoredInterleaveFits
+given_for = GivenFor
 installed = Installed
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cute_kernels.quantization.formats import fp8_block
+from cute_kernels.quantization.formats import fp8_block, mxfp8, nvfp4
 from patterns.chain import Chain, OpSpec, RecipeSpec
 
 DTYPE = "bfloat16"
@@ -48,6 +48,7 @@ _FFN = (linear("fc1", 1024, 5632), activation("swiglu"), linear("fc2", 2816, 102
 
 MOE = Chain(_MOE, DTYPE)
 MOE_INTERLEAVED = Chain((_MOE[0], activation("swiglu", scaled=True, glu_interleave=32), _MOE[2]), DTYPE)
+MOE_SRELU = Chain((grouped_linear("fc1", 1024, 2816), activation("srelu", scaled=True), _MOE[2]), DTYPE)
 MOE_ACTIVATION_QUANTIZE = Chain((*_MOE[:2], QUANTIZE), DTYPE)
 MOE_LINEAR_QUANTIZE = Chain((_MOE[0], QUANTIZE), DTYPE)
 MOE_LINEAR = Chain(_MOE[:1], DTYPE)
@@ -60,6 +61,14 @@ FFN_LINEAR = Chain(_FFN[:1], DTYPE)
 MOE_FP8 = replace(MOE, recipe=FP8_BLOCKS)
 MOE_ACTIVATION_QUANTIZE_FP8 = replace(MOE_ACTIVATION_QUANTIZE, recipe=FP8_BLOCKS)
 MOE_LINEAR_FP8 = replace(MOE_LINEAR, recipe=FP8_BLOCKS)
+_MX = dict.fromkeys(("input", "weight", "grad_output"), mxfp8())
+_NV = {"input": nvfp4(hadamard=True), "weight": nvfp4(2), "grad_output": nvfp4(hadamard=True, stochastic=True)}
+MXFP8 = RecipeSpec("MXFP8BlockScaling", {**_MX, "backward_override": None})
+NVFP4 = RecipeSpec("NVFP4BlockScaling", {**_NV, "backward_override": None})
+MOE_MXFP8 = replace(MOE_INTERLEAVED, recipe=MXFP8)
+MOE_NVFP4 = replace(MOE_INTERLEAVED, recipe=NVFP4)
+MOE_SRELU_MXFP8 = replace(MOE_SRELU, recipe=MXFP8)
+MOE_SRELU_NVFP4 = replace(MOE_SRELU, recipe=NVFP4)
 FFN_FP8 = replace(FFN, recipe=FP8_BLOCKS)
 FFN_ACTIVATION_QUANTIZE_FP8 = replace(FFN_ACTIVATION_QUANTIZE, recipe=FP8_BLOCKS)
 FFN_LINEAR_FP8 = replace(FFN_LINEAR, recipe=FP8_BLOCKS)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from cute_kernels.catalog import GLU_ACTIVATIONS
 from cute_kernels.limits import Facts, Limit, Refusal, Words
-from cute_kernels.quantization.formats import Format, mxfp8
+from cute_kernels.quantization.formats import Format, fp8_tensor, mxfp8
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class RecipeFormat(Guard):
         return " or ".join(str(format) for format in self.formats)
 
     def counterexample(self) -> dict[str, object]:
-        return {self.letters()[0]: mxfp8()}
+        return {self.letters()[0]: next(format for format in (mxfp8(), fp8_tensor()) if format not in self.formats)}
 
     def __str__(self) -> str:
         return f"recipe.{self.role} is {' or '.join(str(format) for format in self.formats)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from cute_kernels import catalog
 from cute_kernels.limits import one_of
-from cute_kernels.quantization.formats import fp8_block
+from cute_kernels.quantization.formats import fp8_block, mxfp8, nvfp4
 from patterns import examples
 from patterns.guards import absent, clamp_is_legal, even_for_glu, feeds, recipe_format, recipe_is, same
 from patterns.rule import Bound, Rule, bind, slot
@@ -27,6 +27,7 @@ LINEAR = "fusible_ops.fused.grouped_linear:FusedGroupedLinear"
 _ACTIVATION = slot("act", *catalog.ACTIVATIONS, title="an activation")
 _QUANTIZE = slot("quantize", "quantize", optional=True)
 _GLU = slot("act", *catalog.GLU_ACTIVATIONS, title="a GLU")
+_SRELU = slot("act", "srelu", "tanh_srelu", title="a squared ReLU")
 
 _NO_RECIPE = recipe_is(None)
 _FP8_ROWS = tuple(fp8_block(force_pow_2_scales=powers) for powers in (True, False))
@@ -35,6 +36,20 @@ _FP8_BLOCKS = (
     recipe_format("input", _FP8_ROWS),
     recipe_format("weight", tuple(fp8_block(dims=2, force_pow_2_scales=powers) for powers in (True, False))),
     recipe_format("grad_output", _FP8_ROWS),
+    absent("recipe.backward_override", "a quantised backward: no backward_override", "dequantized"),
+)
+_MXFP8 = (
+    recipe_is("MXFP8BlockScaling"),
+    recipe_format("input", (mxfp8(),)),
+    recipe_format("weight", (mxfp8(), mxfp8(dims=2))),
+    recipe_format("grad_output", (mxfp8(),)),
+    absent("recipe.backward_override", "a quantised backward: no backward_override", "dequantized"),
+)
+_NVFP4 = (
+    recipe_is("NVFP4BlockScaling"),
+    recipe_format("input", (nvfp4(hadamard=True),)),
+    recipe_format("weight", (nvfp4(), nvfp4(dims=2))),
+    recipe_format("grad_output", tuple(nvfp4(hadamard=True, stochastic=random) for random in (True, False))),
     absent("recipe.backward_override", "a quantised backward: no backward_override", "dequantized"),
 )
 _ACT = (
@@ -105,46 +120,22 @@ _MLP = (
 )
 
 
-def _sm100_linear(label: str) -> dict[str, str]:
-    return {"G": f"{label}.num_groups", "dtype": f"{label}.compute_dtype"}
-
-
-def _sm100_act() -> dict[str, str]:
-    return {"I": "fc2.in_features", "activation": "act.kind"}
-
-
-_SM100_MLP = (
-    bind(
-        catalog.SM100_GLU,
-        "fc1 and act forward",
-        K="fc1.in_features",
-        glu_interleave="act.glu_interleave",
-        limit="act.limit",
-        alpha="act.alpha",
-        transposed_weight="fc1.transposed_weight",
-        **_sm100_act(),
-        **_sm100_linear("fc1"),
-    ),
-    bind(catalog.SM100_GEMM, "fc2 forward", K="fc2.in_features", N="fc2.out_features", **_sm100_linear("fc2")),
-    bind(
-        catalog.SM100_DGLU,
-        "fc2 input gradient and act backward",
-        H="fc2.out_features",
-        **_sm100_act(),
-        **_sm100_linear("fc2"),
-    ),
-    bind(catalog.SM100_GEMM, "fc1 input gradient", K="fc1.out_features", N="fc1.in_features", **_sm100_linear("fc1")),
-    *(
-        bind(
-            catalog.SM100_WGRAD,
-            f"{label} weight gradient",
-            K=f"{label}.in_features",
-            N=f"{label}.out_features",
-            **_sm100_linear(label),
-        )
-        for label in ("fc1", "fc2")
-    ),
-)
+def _sm100_mlp(format: str) -> tuple[Bound, ...]:
+    """The kernels of an MLP with a GLU on Blackwell, in "bfloat16", "mxfp8" or "nvfp4"."""
+    rows = catalog.SM100[format]
+    glu = rows.get("glu_hadamard", rows["glu"])  # NVFP4 needs the maxima of what it quantises next
+    fc1, fc2 = ({"G": f"{label}.num_groups", "dtype": f"{label}.compute_dtype"} for label in ("fc1", "fc2"))
+    act = {"I": "fc2.in_features", "activation": "act.kind"}
+    constants = {name: f"act.{name}" for name in ("limit", "alpha", "offset", "glu_interleave")}
+    transposed = {"transposed_weight": "fc1.transposed_weight"}
+    return (
+        bind(glu, "fc1 and act forward", K="fc1.in_features", **act, **constants, **transposed, **fc1),
+        bind(rows["gemm"], "fc2 forward", K="fc2.in_features", N="fc2.out_features", **fc2),
+        bind(rows["dglu"], "fc2 input gradient and act backward", H="fc2.out_features", **act, **constants, **fc2),
+        bind(rows["gemm"], "fc1 input gradient", K="fc1.out_features", N="fc1.in_features", **fc1),
+        bind(rows["wgrad"], "fc1 weight gradient", K="fc1.in_features", N="fc1.out_features", **fc1),
+        bind(rows["wgrad"], "fc2 weight gradient", K="fc2.in_features", N="fc2.out_features", **fc2),
+    )
 
 
 def _fp8_linear(label: str, *, act_columns: str = "") -> tuple[Bound, ...]:
@@ -215,6 +206,47 @@ _FP8_MLP = (
     ),
 )
 
+
+def _sm100_srelu_mlp(format: str) -> tuple[Bound, ...]:
+    """The same with a squared ReLU, in "mxfp8" or "nvfp4"."""
+    rows = catalog.SM100[format]
+    _, fc2, _, dx, *wgrads = _sm100_mlp(format)
+    act = {"activation": "act.kind"}
+    out, back = ({"G": f"{label}.num_groups", "dtype": f"{label}.compute_dtype"} for label in ("fc1", "fc2"))
+    return (
+        bind(rows["srelu"], "fc1 and act forward", K="fc1.in_features", N="fc1.out_features", **act, **out),
+        fc2,
+        bind(
+            rows["dsrelu"],
+            "fc2 input gradient and act backward",
+            K="fc2.out_features",
+            N="fc2.in_features",
+            **act,
+            **back,
+        ),
+        dx,
+        *wgrads,
+    )
+
+
+def _sm100_rules() -> tuple[Rule, ...]:
+    """Grouped MLPs on Blackwell under the recipes that it has kernels for."""
+    grouped = (_SAME_GROUPS, _FITS, _SAME_DTYPE, _PLAIN_FC1_BIAS, *_ACT)
+    made = []
+    for format, recipe, glu, srelu in (
+        ("mxfp8", _MXFP8, examples.MOE_MXFP8, examples.MOE_SRELU_MXFP8),
+        ("nvfp4", _NVFP4, examples.MOE_NVFP4, examples.MOE_SRELU_NVFP4),
+    ):
+        for name, act, kernels, example in (
+            (f"grouped_mlp_{format}_sm100", _GLU, _sm100_mlp(format), glu),
+            (f"grouped_mlp_srelu_{format}_sm100", _SRELU, _sm100_srelu_mlp(format), srelu),
+        ):
+            pattern = (slot("fc1", "grouped_linear"), act, slot("fc2", "grouped_linear"))
+            missing = f"the fused operation that would call these kernels in {format.upper()} is not in this version"
+            made.append(Rule(name, pattern, (*recipe, *grouped), PADDED_MLP, kernels, example, missing=missing))
+    return tuple(made)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The table
 
@@ -248,9 +280,10 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc1", "grouped_linear"), _GLU, slot("fc2", "grouped_linear")),
         guards=(_NO_RECIPE, _SAME_GROUPS, _FITS, _SAME_DTYPE, _PLAIN_FC1_BIAS, *_ACT),
         program=PADDED_MLP,
-        kernels=_SM100_MLP,
+        kernels=_sm100_mlp("bfloat16"),
         example=examples.MOE_INTERLEAVED,
     ),
+    *_sm100_rules(),
     Rule(
         name="mlp",
         pattern=(slot("fc1", "linear"), _ACTIVATION, slot("fc2", "linear")),
@@ -264,7 +297,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc1", "linear"), _GLU, slot("fc2", "linear")),
         guards=(_NO_RECIPE, _FITS, _SAME_DTYPE, *_ACT),
         program=PADDED_MLP,
-        kernels=_SM100_MLP,
+        kernels=_sm100_mlp("bfloat16"),
         example=examples.FFN_INTERLEAVED,
     ),
     Rule(

@@ -10,17 +10,16 @@ from torch import Tensor
 from cute_kernels.activation import Activation
 from cute_kernels.blackwell.frontend import ones, run
 from cute_kernels.blackwell.operands import (
+    TILE_COLUMNS,
     Operand,
     Quantised,
     act_func,
     constants,
     empty_quantised,
+    glu_letters,
     scale_settings,
     weight_and_major,
 )
-from cute_kernels.catalog import SM100_DGLU
-
-TILE_COLUMNS = 256
 
 
 class Dglu(NamedTuple):
@@ -89,9 +88,10 @@ def dglu(
             operands["amax"] = torch.full((experts, 2, 1), float("-inf"), dtype=torch.float32, device=device)
     if rows:
         settings = {"act_func": f"d{act_func(activation)}", "b_major": major, **constants(activation)}
-        settings |= {"_deterministic": by_tile, **scale_settings(dy)}
-        limits = {"dtype": dy.format, "activation": activation.kind, "I": n, "H": k, "G": experts}
-        run(SM100_DGLU, limits, "GroupedGemmDgluSm100", (experts, n, k, slots), operands, settings, sm_margin)
+        settings |= {"_deterministic": by_tile, "discrete_col_sfd": quantised, **scale_settings(dy)}
+        kernel, limits = dy.row("dglu")
+        limits |= glu_letters(activation, major) | {"I": n, "H": k, "G": experts}
+        run(kernel, limits, "GroupedGemmDgluSm100", (experts, n, k, slots), operands, settings, sm_margin)
     amax, dbias = operands["amax"], operands["dbias"]
     return Dglu(
         dpreact,

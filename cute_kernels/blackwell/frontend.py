@@ -73,9 +73,12 @@ def _build(spec: tuple, name: str, operands: Mapping[str, Tensor | None], settin
         return launch.build_once(spec, f"cuDNN Frontend's {name} ({spec[1:4]})", build)
 
 
+_AS_THEY_ARE = ("padded_offsets", "global_scale_a", "global_scale_b")
+
+
 def _argument(operand: str) -> str:
     """What `execute` calls an operand."""
-    return operand if operand == "padded_offsets" else f"{operand}_tensor"
+    return operand if operand in _AS_THEY_ARE else f"{operand}_tensor"
 
 
 def on(device: torch.device) -> AbstractContextManager:

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.blackwell.frontend import ones, run
-from cute_kernels.blackwell.operands import weight_and_major
-from cute_kernels.catalog import SM100_GEMM
-from cute_kernels.limits import dtype_name
+from cute_kernels.blackwell.operands import Operand, weight_and_major
 
 
 def gemm(
@@ -39,7 +37,8 @@ def gemm(
         "alpha": ones(experts, x.device), "prob": bias_scale if scales else ones(rows, x.device),
         "c": y, "d": y,  # c is written only by operations that are asked for it
     }  # fmt: skip
-    limits = {"dtype": dtype_name(x.dtype), "N": n, "K": k, "G": experts}
+    kernel, limits = Operand(x).row("gemm")
+    limits |= {"N": n, "K": k, "G": experts}
     settings = {"b_major": major, "generate_c": False}
-    run(SM100_GEMM, limits, "GroupedGemmSm100", (experts, n, k), operands, settings, sm_margin)
+    run(kernel, limits, "GroupedGemmSm100", (experts, n, k), operands, settings, sm_margin)
     return y

@@ -10,16 +10,15 @@ from torch import Tensor
 from cute_kernels.activation import Activation
 from cute_kernels.blackwell.frontend import ones, run
 from cute_kernels.blackwell.operands import (
-    INTERLEAVE,
     Operand,
     Quantised,
     act_func,
     constants,
     empty_quantised,
+    glu_letters,
     scale_settings,
     weight_and_major,
 )
-from cute_kernels.catalog import SM100_GLU
 
 
 class Glu(NamedTuple):
@@ -51,6 +50,7 @@ def glu(
     rows, (experts, n, k) = x.data.shape[0], (*weight.data.shape[:2], x.columns)
     device, quantised = x.data.device, act_dtype.itemsize == 1
     preact = torch.empty(rows, n, dtype=torch.bfloat16, device=device)
+    settings: dict[str, Any] = {"act_func": act_func(activation), "generate_c": x.scale is None, **scale_settings(x)}
     data, major = weight_and_major(weight.rows_as_they_lie())
     operands: dict[str, Any] = {
         "a": x.rows_as_they_lie(), "b": data,
@@ -60,6 +60,7 @@ def glu(
         "d_col": None, "sfd_row": None, "sfd_col": None, "norm_const": None, "amax": None,
     }  # fmt: skip
     if quantised:
+        settings["discrete_col_sfd"] = True
         act: Tensor | Quantised = empty_quantised(rows, n // 2, act_dtype, x)
         (operands["d"], operands["sfd_row"]), (operands["d_col"], operands["sfd_col"]) = act
         operands["norm_const"] = ones(1, device) if norm_const is None else norm_const
@@ -69,17 +70,9 @@ def glu(
             operands["d_col"] = torch.empty_like(act)
             operands["amax"] = torch.full((experts, 1), float("-inf"), dtype=torch.float32, device=device)
     if rows:
-        settings = {"act_func": act_func(activation), "generate_c": x.scale is None, **scale_settings(x)}
-        limits = {
-            "dtype": x.format,
-            "activation": activation.kind,
-            "limit": activation.limit,
-            "alpha": activation.alpha,
-        }
-        limits |= {"I": n // 2, "K": k, "G": experts, "glu_interleave": INTERLEAVE, "transposed_weight": major == "n"}
-        run(
-            SM100_GLU, limits, "GroupedGemmGluSm100", (experts, n, k), operands, settings, sm_margin,
-            **constants(activation),
-        )  # fmt: skip
+        kernel, limits = x.row("glu")
+        limits |= glu_letters(activation, major) | {"I": n // 2, "K": k, "G": experts}
+        sizes = (experts, n, k)
+        run(kernel, limits, "GroupedGemmGluSm100", sizes, operands, settings, sm_margin, **constants(activation))
     amax = operands["amax"]
     return Glu(preact, act, None if amax is None else amax.squeeze(1).clamp_(min=0))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.activation import Activation
-from cute_kernels.catalog import SM100_ACTIVATION
+from cute_kernels.catalog import SM100, SM100_ACTIVATION, Kernel
 from cute_kernels.limits import dtype_name, raise_refusal
 
 FP4 = torch.float4_e2m1fn_x2
@@ -16,6 +16,8 @@ FORMATS = {torch.float8_e8m0fnu: "mxfp8", torch.float8_e4m3fn: "nvfp4"}
 BLOCKS = {"mxfp8": 32, "nvfp4": 16}
 INTERLEAVE = 32
 """Gate columns, then as many up columns, and so on."""
+TILE_COLUMNS = 256
+"""Columns of a tile of a product; deterministic sums over columns have one part for each."""
 TILE = 128
 """Rows, and four scales of each, make a tile of scales."""
 
@@ -42,6 +44,12 @@ class Operand(NamedTuple):
         """K, in values."""
         return self.data.shape[-1] * (2 if self.data.dtype in (torch.uint8, FP4) else 1)
 
+    def row(self, name: str) -> tuple[Kernel, dict[str, object]]:
+        """(the catalogue's row of the kernel that does `name` with such operands, the letter "dtype" of its limits)."""
+        if self.scale is None:
+            return SM100["bfloat16"][name], {"dtype": dtype_name(self.data.dtype)}
+        return SM100[self.format][name], {"dtype": "bfloat16"}
+
     def rows_as_they_lie(self) -> Tensor:
         """The data, E2M1 in the dtype of its own."""
         return self.data.view(FP4) if self.data.dtype == torch.uint8 else self.data
@@ -56,6 +64,19 @@ def weight_and_major(data: Tensor) -> tuple[Tensor, str]:
     raise ValueError(f"a weight [E, N, K] must be contiguous, or its transposed view; strides are {data.stride()}")
 
 
+def in_three_dimensions(t: Tensor) -> Tensor:
+    """A contiguous matrix [M, X] as [M, X, 1], as some operations want it."""
+    rows, columns = t.shape
+    return t.as_strided((rows, columns, 1), (columns, 1, rows * columns))
+
+
+def tiled(scale: Tensor, rows: int, columns: int, matrices: int = 1) -> Tensor:
+    """Scales of `matrices` matrices of [rows, columns] blocks as the view (32, 4, rows/128, 4, columns/4, matrices) of
+    their tiles, as some operations want them.
+    """
+    return scale.reshape(matrices, -(-rows // TILE), -(-columns // 4), 32, 4, 4).permute(3, 4, 1, 5, 2, 0)
+
+
 def scale_settings(x: Operand) -> dict[str, Any]:
     """What an operation must be told of the scales."""
     return {"sf_vec_size": 16 if x.scale is None else BLOCKS[x.format]}
@@ -67,7 +88,10 @@ def empty_scale(rows: int, columns: int, like: Tensor) -> Tensor:
 
 
 class Quantised(NamedTuple):
-    """An FP8 result, quantised twice: blocks along its columns, and along its rows."""
+    """An FP8 result, quantised twice: blocks along its columns, and along its rows.
+
+    Scales of the second lie for each group by itself, one after another, as `wgrad` reads them (`group_tiles`).
+    """
 
     rowwise: Operand
     columnwise: Operand
@@ -87,12 +111,36 @@ def _fp8(rows: int, columns: int, dtype: torch.dtype, like: Tensor) -> Tensor:
     return torch.empty(rows, columns, dtype=dtype, device=like.device)
 
 
+def group_tiles(scale: Tensor, ends: Tensor) -> Tensor:
+    """Scales along rows M, `scale_layout.swizzled_scale`s of the whole [X, M], in the order in which `wgrad` reads
+    them: the tiles of the first group's rows, then those of the second's, and so on. Same shape; no host sync.
+
+    A tile is 128 rows of X times 4 blocks: 128 rows of M in MXFP8, 64 in NVFP4. Groups begin and end at tiles.
+    """
+    tiles = scale.reshape(scale.shape[-2] // TILE, -1, TILE * 4)
+    high, wide = tiles.shape[:2]
+    ends = ends.long() * wide // ends[-1:].clamp(min=1)  # in tiles
+    starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
+    place = torch.arange(high * wide, device=scale.device)
+    group = torch.bucketize(place, high * ends, right=True).clamp_(max=ends.shape[0] - 1)
+    first, width = starts[group], (ends - starts)[group].clamp(min=1)
+    row, column = (place - high * first) // width, first + (place - high * first) % width
+    return tiles.view(torch.uint8)[row, column].reshape(scale.shape).view(scale.dtype)
+
+
 def act_func(activation: Activation) -> str:
     """What a GLU is called there. Their "geglu" is the clamped SwiGLU; a GeGLU by gelu_tanh they have none."""
     refusal = SM100_ACTIVATION.check({"activation": activation.kind})
     if refusal is not None:
         raise_refusal(refusal)
     return {"swiglu": "swiglu", "clamped_swiglu": "geglu"}[activation.kind]
+
+
+def glu_letters(activation: Activation, major: str) -> dict[str, object]:
+    """The letters of a GLU's limits that follow from the activation and from how its weight lies."""
+    own: dict[str, object] = {name: getattr(activation, name) for name in ("limit", "alpha", "offset")}
+    own |= {"activation": activation.kind, "glu_interleave": INTERLEAVE, "transposed_weight": major == "n"}
+    return own
 
 
 def constants(activation: Activation) -> dict[str, float]:

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.blackwell.frontend import run
+from cute_kernels.blackwell.frontend import library, run
 from cute_kernels.blackwell.operands import Operand, scale_settings
-from cute_kernels.catalog import SM100_WGRAD
 
 
 def wgrad(
@@ -23,20 +22,35 @@ def wgrad(
 ) -> Tensor:
     """dW_g = dy_gᵀ x_g; [E, N, K]: `out` (BF16, FP16 or FP32, contiguous), overwritten or added to, or new in BF16.
 
-    dy [M, N] and x [M, K] contiguous, or (FP8, FP4) transposed views of [N, M] and [K, M]; scales along the rows M,
-    those of the column-wise copies. A group without rows gives zeros. global_scales: NVFP4's, FP32 [E] of dy and of x.
-    Errors: ValueError for a margin with scales: they have none there.
+    dy [M, N] and x [M, K], BF16 or the column-wise copies of MXFP8; of NVFP4 the transposed copies [N, M/2] and
+    [K, M/2]. Scales: along the rows M, in the order of `operands.group_tiles`. A group without rows gives zeros.
+    global_scales: NVFP4's, FP32 [E] of dy and of x, which every product is multiplied by.
+    Errors: ValueError for a margin with scales, which they ignore there. With scales the first call reads `ends` on the
+    host.
     """
-    experts, n, k = ends.shape[0], dy.data.shape[1], x.data.shape[1]
+    is_transposed, experts = x.format == "nvfp4", ends.shape[0]
+    a, b = dy.rows_as_they_lie(), x.rows_as_they_lie()
+    n, k = (a.shape[0], b.shape[0]) if is_transposed else (a.shape[1], b.shape[1])
+    if x.scale is not None and sm_margin:
+        raise ValueError(
+            f"sm_margin is {sm_margin}, needs 0: cuDNN Frontend's weight gradient from {x.format} has none"
+        )
     if out is None:
-        out = torch.empty(experts, n, k, dtype=torch.bfloat16, device=x.data.device)
-    if not x.data.shape[0]:
+        out = torch.empty(experts, n, k, dtype=torch.bfloat16, device=b.device)
+    if not b.numel():
         return out if accumulate else out.zero_()
     operands: dict[str, Any] = {
-        "a": dy.rows_as_they_lie().t(), "b": x.rows_as_they_lie(), "sfa": dy.scale, "sfb": x.scale, "offsets": ends,
-        "wgrad": out,
+        "a": a if is_transposed else a.t(), "b": b.t() if is_transposed else b, "sfa": dy.scale, "sfb": x.scale,
+        "offsets": ends, "wgrad": out, "global_scale_a": None, "global_scale_b": None,
     }  # fmt: skip
     settings: dict[str, Any] = {"accumulate_on_output": accumulate, **scale_settings(x)}
-    limits = {"dtype": x.format, "N": n, "K": k, "G": experts}
-    run(SM100_WGRAD, limits, "GroupedGemmWgradSm100", (experts, n, k), operands, settings, sm_margin)
+    if global_scales is not None:
+        operands["global_scale_a"], operands["global_scale_b"] = global_scales
+    more = {}
+    if x.scale is not None:  # scratch of this call's own: two streams may call at once
+        room = library().get_grouped_gemm_wgrad_workspace_size_sm100(experts)
+        more["descriptor_workspace"] = torch.empty(room, dtype=torch.uint8, device=b.device)
+    kernel, limits = x.row("wgrad")
+    limits |= {"N": n, "K": k, "G": experts}
+    run(kernel, limits, "GroupedGemmWgradSm100", (experts, n, k), operands, settings, sm_margin, **more)
     return out
