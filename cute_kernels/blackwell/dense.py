@@ -17,6 +17,7 @@ from cute_kernels.blackwell.operands import (
     BLOCKS,
     INTERLEAVE,
     Operand,
+    check_scaled,
     empty_quantised,
     in_three_dimensions,
     scale_settings,
@@ -87,6 +88,7 @@ def dense_srelu(
 
 
 def _operands(x: Operand, weight: Operand) -> dict[str, Any]:
+    check_scaled(x=x, weight=weight)
     matrices = {"a": in_three_dimensions(x.rows_as_they_lie()), "b": in_three_dimensions(weight.rows_as_they_lie())}
     scales: dict[str, Any] = {"sfa": None, "sfb": None, "amax": None}
     if x.scale is not None and weight.scale is not None:

@@ -14,6 +14,7 @@ from cute_kernels.blackwell.operands import (
     Operand,
     Quantised,
     act_func,
+    check_scaled,
     constants,
     empty_quantised,
     glu_letters,
@@ -55,6 +56,7 @@ def dglu(
     deterministic: NotImplementedError for what they sum with atomics: dbias always; dprobs of BF16. Of the other
     formats dprobs has one value for each tile of 256 columns, summed afterwards.
     """
+    check_scaled(dy=dy, weight=weight)
     rows, (experts, n), k = dy.data.shape[0], weight.data.shape[:2], dy.columns
     device, quantised = dy.data.device, dpreact_dtype.itemsize == 1
     if deterministic and (need_dbias or (need_dprobs and dy.scale is None)):

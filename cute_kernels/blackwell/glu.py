@@ -13,6 +13,7 @@ from cute_kernels.blackwell.operands import (
     Operand,
     Quantised,
     act_func,
+    check_scaled,
     constants,
     empty_quantised,
     glu_letters,
@@ -47,6 +48,7 @@ def glu(
     None: 1. bias: [E, N] BF16, rows as the weight's. alpha: FP32 [E]; None: 1. norm_const: FP32 [1], what FP8 results
     are multiplied by before their scales are taken; None: 1. act_dtype: E4M3 or E5M2 for MXFP8, else BF16.
     """
+    check_scaled(x=x, weight=weight)
     rows, (experts, n, k) = x.data.shape[0], (*weight.data.shape[:2], x.columns)
     device, quantised = x.data.device, act_dtype.itemsize == 1
     preact = torch.empty(rows, n, dtype=torch.bfloat16, device=device)

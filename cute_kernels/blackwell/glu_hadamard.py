@@ -10,7 +10,14 @@ from torch import Tensor
 
 from cute_kernels.activation import Activation
 from cute_kernels.blackwell.frontend import ones, run
-from cute_kernels.blackwell.operands import Operand, act_func, glu_letters, scale_settings, weight_and_major
+from cute_kernels.blackwell.operands import (
+    Operand,
+    act_func,
+    check_scaled,
+    glu_letters,
+    scale_settings,
+    weight_and_major,
+)
 from cute_kernels.quantization.hadamard import rotate
 
 
@@ -39,6 +46,7 @@ def glu_hadamard(
 
     Without being given the matrix of the rotation they rotate without its signs and without its factor of 1/4.
     """
+    check_scaled(x=x, weight=weight)
     rows, (experts, n), k = x.data.shape[0], weight.data.shape[:2], x.columns
     device = x.data.device
     preact, act = (torch.empty(rows, width, dtype=torch.bfloat16, device=device) for width in (n, n // 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 from cute_kernels.activation import Activation
 from cute_kernels.catalog import SM100, SM100_ACTIVATION, Kernel
 from cute_kernels.limits import dtype_name, raise_refusal
+from cute_kernels.quantization.formats import Format
+from cute_kernels.quantization.quantize import Quantized
+from cute_kernels.quantization.scale_layout import swizzled_scale
 
 FP4 = torch.float4_e2m1fn_x2
 FORMATS = {torch.float8_e8m0fnu: "mxfp8", torch.float8_e4m3fn: "nvfp4"}
@@ -53,6 +57,36 @@ class Operand(NamedTuple):
     def rows_as_they_lie(self) -> Tensor:
         """The data, E2M1 in the dtype of its own."""
         return self.data.view(FP4) if self.data.dtype == torch.uint8 else self.data
+
+
+def check_scaled(**operands: Operand) -> None:
+    """ValueError unless the operands' values lie without gaps and have the scales that they need.
+
+    For their operations, once built, look at neither: a compiled kernel takes scales by their address alone. Rows are
+    [lines, K], a weight [E, lines, K], each with blocks along the last dimension.
+    """
+    for name, given in operands.items():
+        if given.scale is None:
+            continue
+        *experts, lines, _ = given.data.shape
+        if not (given.data.is_contiguous() or given.data.mT.is_contiguous()) or not given.scale.is_contiguous():
+            raise ValueError(f"{name}: strides are {given.data.stride()}; values and scales must lie without gaps")
+        blocks = -(-given.columns // BLOCKS[given.format])
+        needed = math.prod(experts) * (-(-lines // TILE) * TILE) * (-(-blocks // 4) * 4)
+        if given.scale.numel() != needed:
+            raise ValueError(
+                f"{name}: {given.scale.numel()} scales are given, needs {needed}: tiles of {TILE} x 4 blocks"
+            )
+
+
+def operand(copy: Quantized, format: Format, columnwise: bool = False, ends: Tensor | None = None) -> Operand:
+    """A copy that `quantization.quantize` made, of rows or of weights, as kernels take it.
+
+    ends: of a column-wise copy of rows, for a weight gradient.
+    """
+    lines = copy.data.shape[-1] if columnwise and not format.transposes else copy.data.shape[-2]
+    scale = swizzled_scale(copy.scale, format, lines, columnwise)
+    return Operand(copy.data, scale if ends is None else group_tiles(scale, ends))
 
 
 def weight_and_major(data: Tensor) -> tuple[Tensor, str]:

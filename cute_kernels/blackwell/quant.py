@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from cute_kernels.blackwell.frontend import ones, run
-from cute_kernels.blackwell.operands import Operand, Quantised, empty_quantised, scale_settings, weight_and_major
+from cute_kernels.blackwell.operands import (
+    Operand,
+    Quantised,
+    check_scaled,
+    empty_quantised,
+    scale_settings,
+    weight_and_major,
+)
 
 
 def quant(
@@ -27,6 +34,7 @@ def quant(
     weight [E, N, K], contiguous, or of MXFP8 the transposed view of [E, K, N] (its column-wise copy). bias [E, N] BF16;
     bias_scale: FP32 [M], the bias's alone, as in `gemm.gemm`. alpha, norm_const: as in `glu.glu`.
     """
+    check_scaled(x=x, weight=weight)
     rows, (experts, n), k = x.data.shape[0], weight.data.shape[:2], x.columns
     device, quantised = x.data.device, dtype.itemsize == 1
     data, major = weight_and_major(weight.rows_as_they_lie())

@@ -16,6 +16,7 @@ from cute_kernels.blackwell.operands import (
     TILE_COLUMNS,
     Operand,
     Quantised,
+    check_scaled,
     empty_quantised,
     in_three_dimensions,
     scale_settings,
@@ -114,6 +115,7 @@ def dsrelu(
 
 def _operands(x: Operand, weight: Operand, ends: Tensor, probs: Tensor | None, alpha: Tensor | None) -> dict[str, Any]:
     rows, (experts, n), device = x.data.shape[0], weight.data.shape[:2], x.data.device
+    check_scaled(x=x, weight=weight)
     assert x.scale is not None and weight.scale is not None
     blocks = -(-x.columns // BLOCKS[x.format])
     return {

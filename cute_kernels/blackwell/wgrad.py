@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.blackwell.frontend import library, run
-from cute_kernels.blackwell.operands import Operand, scale_settings
+from cute_kernels.blackwell.operands import Operand, check_scaled, scale_settings
 
 
 def wgrad(
@@ -28,19 +28,22 @@ def wgrad(
     Errors: ValueError for a margin with scales, which they ignore there. With scales the first call reads `ends` on the
     host.
     """
-    is_transposed, experts = x.format == "nvfp4", ends.shape[0]
-    a, b = dy.rows_as_they_lie(), x.rows_as_they_lie()
-    n, k = (a.shape[0], b.shape[0]) if is_transposed else (a.shape[1], b.shape[1])
+    experts = ends.shape[0]
+    a, b = (t if t.format == "nvfp4" else Operand(t.data.t(), t.scale) for t in (dy, x))  # [N, M], [K, M]
+    (n, k), rows = (a.data.shape[0], b.data.shape[0]), a.columns
+    if b.columns != rows:
+        raise ValueError(f"dy has {rows} rows, x {b.columns}")
+    check_scaled(dy=a, x=b)
     if x.scale is not None and sm_margin:
         raise ValueError(
             f"sm_margin is {sm_margin}, needs 0: cuDNN Frontend's weight gradient from {x.format} has none"
         )
     if out is None:
-        out = torch.empty(experts, n, k, dtype=torch.bfloat16, device=b.device)
-    if not b.numel():
+        out = torch.empty(experts, n, k, dtype=torch.bfloat16, device=x.data.device)
+    if not rows:
         return out if accumulate else out.zero_()
     operands: dict[str, Any] = {
-        "a": a if is_transposed else a.t(), "b": b.t() if is_transposed else b, "sfa": dy.scale, "sfb": x.scale,
+        "a": a.rows_as_they_lie(), "b": b.rows_as_they_lie().t(), "sfa": a.scale, "sfb": b.scale,
         "offsets": ends, "wgrad": out, "global_scale_a": None, "global_scale_b": None,
     }  # fmt: skip
     settings: dict[str, Any] = {"accumulate_on_output": accumulate, **scale_settings(x)}
@@ -49,7 +52,7 @@ def wgrad(
     more = {}
     if x.scale is not None:  # scratch of this call's own: two streams may call at once
         room = library().get_grouped_gemm_wgrad_workspace_size_sm100(experts)
-        more["descriptor_workspace"] = torch.empty(room, dtype=torch.uint8, device=b.device)
+        more["descriptor_workspace"] = torch.empty(room, dtype=torch.uint8, device=x.data.device)
     kernel, limits = x.row("wgrad")
     limits |= {"N": n, "K": k, "G": experts}
     run(kernel, limits, "GroupedGemmWgradSm100", (experts, n, k), operands, settings, sm_margin, **more)

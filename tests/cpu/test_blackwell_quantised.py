@@ -1,0 +1,280 @@
+"""The Blackwell adapters in MXFP8 and NVFP4 against a double of cuDNN Frontend: bytes, scales and where they lie.
+
+A result is compared with the product of the values that the operands hold, in FP32; quantised results with the bytes
+that `quantization.quantize` gives of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels import launch, reference
+from cute_kernels.activation import Activation
+from cute_kernels.activation_reference import activation_backward, activation_forward
+from cute_kernels.blackwell import frontend
+from cute_kernels.blackwell.dense import swapped_halves
+from cute_kernels.blackwell.dglu import dglu
+from cute_kernels.blackwell.glu import glu
+from cute_kernels.blackwell.glu_hadamard import glu_hadamard
+from cute_kernels.blackwell.operands import Operand, Quantised, group_tiles, operand
+from cute_kernels.blackwell.quant import quant
+from cute_kernels.blackwell.rows import PaddedGroups
+from cute_kernels.blackwell.wgrad import wgrad
+from cute_kernels.quantization.formats import Format, mxfp8, nvfp4
+from cute_kernels.quantization.hadamard import rotate
+from cute_kernels.quantization.quantize import Quantized, dequantize, quantize
+from cute_kernels.quantization.scale_layout import swizzled_scale
+from tests import frontend_double
+from tests.compare import assert_as_accurate, assert_bitwise_equal
+from tests.frontend_double import Operation
+
+SIZES, ROWS, H, WIDTH = (30, 0, 300, 14), 400, 160, 96
+E4M3 = torch.float8_e4m3fn
+SWIGLU, CLAMPED = Activation("swiglu"), Activation("clamped_swiglu", 5.0, 1.5, 0.5)
+FORMATS = [mxfp8(), nvfp4()]
+
+
+@pytest.fixture(autouse=True)
+def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Operation]]:
+    monkeypatch.setattr(frontend, "library", lambda: frontend_double)
+    monkeypatch.setattr("cute_kernels.blackwell.wgrad.library", lambda: frontend_double)
+    monkeypatch.setattr(frontend, "on", lambda device: nullcontext())
+    monkeypatch.setattr(Operation, "made", [])
+    launch.forget()
+    yield Operation.made
+    launch.forget()
+
+
+class Case:
+    """x, dy [M, H], pre-activations [M, 2·WIDTH], probs, on padded rows; weights as kernels see them."""
+
+    def __init__(self) -> None:
+        offsets = torch.tensor([0, *torch.tensor(SIZES).cumsum(0)], dtype=torch.int32)
+        self.where = PaddedGroups(offsets, ROWS)
+        self.ends, self.offsets = self.where.ends, self.where.padded_offsets
+        self.x, self.dy, self.act = (self.where.pad(torch.randn(ROWS, c).bfloat16()) for c in (H, H, WIDTH))
+        self.probs = self.where.pad(torch.rand(ROWS))
+        self.preact = torch.randn(self.where.padded, 2 * WIDTH).bfloat16()
+        self.w1 = (torch.randn(4, 2 * WIDTH, H) * 0.3).bfloat16()
+        self.w2 = (torch.randn(4, H, WIDTH) * 0.3).bfloat16()
+        self.b1, self.b2 = torch.randn(4, 2 * WIDTH).bfloat16(), torch.randn(4, H).bfloat16()
+
+
+@pytest.fixture
+def case() -> Case:
+    return Case()
+
+
+class Copy:
+    """A quantised copy: what kernels take, and the values that it holds."""
+
+    def __init__(self, t: Tensor, format: Format, columnwise: bool = False, ends: Tensor | None = None) -> None:
+        made = quantize(t, format, columnwise)
+        self.operand, self.amax = operand(made, format, columnwise, ends), made.amax
+        self.values = dequantize(made, format, columnwise)
+
+
+def alphas(*copies: Copy) -> Tensor | None:
+    """FP32 [E]: what NVFP4's products are multiplied by."""
+    factors = [copy.amax / 2688 for copy in copies if copy.amax is not None]
+    return (factors[0] * factors[1]).expand(4).contiguous() if factors else None
+
+
+def weight_of_dgrad(w: Tensor, format: Format) -> tuple[Operand, Copy]:
+    """The weight of the product dy W as kernels take it, [E, K, N] from a column-wise copy."""
+    copy = Copy(w, format, columnwise=True)
+    if not format.transposes:
+        return Operand(copy.operand.data.mT, copy.operand.scale), copy
+    return copy.operand, copy
+
+
+def as_accurate(got: Tensor, exact: Tensor, what: str) -> None:
+    assert_as_accurate(got, exact.to(got.dtype), exact.float(), what)
+
+
+def assert_is(made: Tensor | Quantised, exact: Tensor, ends: Tensor, what: str) -> None:
+    """BF16 of `exact`; or both quantised copies of it, bytes and scales, those of the second by group."""
+    if isinstance(made, Tensor):
+        as_accurate(made, exact, what)
+        return
+    for copy, columnwise in ((made.rowwise, False), (made.columnwise, True)):
+        want = quantize(exact, mxfp8(), columnwise)
+        scale = swizzled_scale(want.scale, mxfp8(), exact.shape[1], columnwise)
+        assert copy.scale is not None
+        scale = group_tiles(scale, ends) if columnwise else scale
+        differ = (copy.data.float() != want.data.float()).float().mean()
+        assert differ < 0.001, f"{what}: {differ:.4f} of the values differ"  # sums in another order: a step, rarely
+        assert_bitwise_equal(copy.scale.view(torch.uint8).reshape(scale.shape), scale.view(torch.uint8), what)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Products
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_quant(case: Case, format: Format, bias: bool, scaled: bool) -> None:
+    x, w = Copy(case.act, format), Copy(case.w2, format)
+    given = (case.b2 if bias else None, case.probs if scaled else None)
+    y = quant(x.operand, w.operand, case.ends, *given, alpha=alphas(x, w))
+    assert isinstance(y, Tensor)
+    wide = None if given[0] is None else given[0].float()
+    as_accurate(y, reference.grouped_gemm(x.values, [w.values], case.offsets, wide, given[1]), "y")
+
+
+def test_quant_into_fp8_and_from_the_column_wise_copy_of_a_weight(case: Case) -> None:
+    dy, (weight, w) = Copy(case.preact, mxfp8()), weight_of_dgrad(case.w1, mxfp8())
+    exact = reference.grouped_gemm_dgrad(dy.values, [w.values], case.offsets)
+    dx = quant(dy.operand, weight, case.ends)
+    assert isinstance(dx, Tensor)
+    as_accurate(dx, exact, "dx")
+    assert_is(quant(dy.operand, weight, case.ends, dtype=E4M3), exact, case.ends, "dx in FP8")
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("activation", [SWIGLU, CLAMPED], ids=lambda a: a.kind)
+@pytest.mark.parametrize("bias", [False, True])
+def test_glu(case: Case, format: Format, activation: Activation, bias: bool) -> None:
+    x, w = Copy(case.x, format), Copy(case.w1, format)
+    dtype = E4M3 if format == mxfp8() else torch.bfloat16
+    b = case.b1 if bias else None
+    made = glu(x.operand, w.operand, case.ends, activation, case.probs, b, alphas(x, w), act_dtype=dtype)
+    exact = reference.grouped_gemm(x.values, [w.values], case.offsets, None if b is None else b.float())
+    act = activation_forward(reference.deinterleave(exact, 32, 1), activation, case.probs)
+    as_accurate(made.preact, exact, "preact")
+    assert_is(made.act, act, case.ends, "act")
+    if made.amax is not None:
+        want = [act[s:e].abs().max() if e > s else torch.tensor(0.0) for s, e in _spans(case)]
+        as_accurate(made.amax, torch.stack(want), "amax")
+
+
+def _spans(case: Case) -> list[tuple[int, int]]:
+    bounds = case.offsets.tolist()
+    return list(itertools.pairwise(bounds))
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("activation", [SWIGLU, CLAMPED], ids=lambda a: a.kind)
+def test_dglu(case: Case, format: Format, activation: Activation, double: list[Operation]) -> None:
+    dy, (weight, w) = Copy(case.dy, format), weight_of_dgrad(case.w2, format)
+    dtype = E4M3 if format == mxfp8() else torch.bfloat16
+    made = dglu(
+        dy.operand, weight, case.ends, case.preact, activation, case.probs, True,
+        alpha=alphas(dy, w), dpreact_dtype=dtype,
+    )  # fmt: skip
+    grad = reference.grouped_gemm_dgrad(dy.values, [w.values], case.offsets)
+    plain = reference.deinterleave(case.preact.float(), 32, 1)
+    dpreact, dprobs = activation_backward(grad, plain, activation, case.probs, True)
+    assert_is(made.dpreact, reference.interleave(dpreact, 32, 1), case.ends, "dpreact")
+    assert made.dprobs is not None and dprobs is not None
+    as_accurate(made.dprobs, dprobs, "dprobs")
+    assert double[0].settings["_deterministic"] and double[0].samples["dprob"].shape == (case.where.padded, 1, 1)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_wgrad(case: Case, format: Format, accumulate: bool) -> None:
+    """Scales of the rows of a group lie together, whatever the other groups are."""
+    dy, x = (Copy(t, format, columnwise=True, ends=case.ends) for t in (case.dy, case.act))
+    factors = [(c.amax / 2688).expand(4).contiguous() for c in (dy, x) if c.amax is not None]
+    out = torch.full((4, H, WIDTH), 3.0)
+    wgrad(dy.operand, x.operand, case.ends, out, accumulate, (factors[0], factors[1]) if factors else None)
+    exact = reference.grouped_wgrad(dy.values, x.values, case.offsets) + (3.0 if accumulate else 0.0)
+    as_accurate(out, exact, "dw")
+    assert (out[1] == (3.0 if accumulate else 0.0)).all()
+
+
+def test_results_in_fp8_are_operands_of_weight_gradients(case: Case) -> None:
+    x, w = Copy(case.x, mxfp8()), Copy(case.w1, mxfp8())
+    made = glu(x.operand, w.operand, case.ends, SWIGLU, case.probs, act_dtype=E4M3).act
+    assert isinstance(made, Quantised)
+    dy = Copy(case.dy, mxfp8(), columnwise=True, ends=case.ends)
+    got = wgrad(dy.operand, made.columnwise, case.ends)
+    exact = reference.grouped_gemm(x.values, [w.values], case.offsets)
+    act = activation_forward(reference.deinterleave(exact, 32, 1), SWIGLU, case.probs)
+    values = dequantize(quantize(act, mxfp8(), columnwise=True), mxfp8(), columnwise=True)
+    assert_as_accurate(got, reference.grouped_wgrad(dy.values, values, case.offsets).bfloat16(),
+                       reference.grouped_wgrad(dy.values, values, case.offsets), "dw")  # fmt: skip
+
+
+def test_rotated_maxima_are_those_of_our_rotation(case: Case) -> None:
+    x, w = Copy(case.x, nvfp4()), Copy(case.w1, nvfp4())
+    made = glu_hadamard(x.operand, w.operand, case.ends, SWIGLU, case.probs, alpha=alphas(x, w))
+    turned = rotate(made.act.float().T.contiguous()).abs()
+    zero = torch.tensor(0.0)
+    for name, got, of in (
+        ("amax", made.amax, lambda s, e: made.act[s:e].float().abs().max()),
+        ("rotated_amax", made.rotated_amax, lambda s, e: turned[:, s:e].max()),
+    ):
+        want = torch.stack([of(s, e) if e > s else zero for s, e in _spans(case)])
+        as_accurate(got, want, name)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def test_a_weight_gradient_from_scales_leaves_no_margin(case: Case) -> None:
+    dy, x = (Copy(t, mxfp8(), columnwise=True, ends=case.ends).operand for t in (case.dy, case.act))
+    with pytest.raises(
+        ValueError, match="sm_margin is 16, needs 0: cuDNN Frontend's weight gradient from mxfp8 has none"
+    ):
+        wgrad(dy, x, case.ends, sm_margin=16)
+
+
+@pytest.mark.parametrize(
+    ("activation", "text"),
+    [
+        (Activation("clamped_swiglu", None), "limit is None, needs a number with clamped_swiglu"),
+        (Activation("geglu"), "activation is geglu, needs swiglu or clamped_swiglu"),
+        (Activation("situglu", beta1=4.0, beta2=25.0), "activation is situglu, needs swiglu or clamped_swiglu"),
+    ],
+)
+def test_limits_are_those_of_the_catalogue(case: Case, activation: Activation, text: str) -> None:
+    x, w = Copy(case.x, mxfp8()).operand, Copy(case.w1, mxfp8()).operand
+    with pytest.raises(ValueError, match=text):
+        glu(x, w, case.ends, activation, case.probs, act_dtype=E4M3)
+    dy, (weight, _) = Copy(case.dy, mxfp8()).operand, weight_of_dgrad(case.w2, mxfp8())
+    with pytest.raises(ValueError, match=text):
+        dglu(dy, weight, case.ends, case.preact, activation, case.probs, dpreact_dtype=E4M3)
+
+
+def test_narrow_widths_are_refused(case: Case) -> None:
+    x, w = Copy(case.x[:, :48].repeat(1, 1), nvfp4()), Copy(case.w1[:, :, :48].contiguous(), nvfp4())
+    with pytest.raises(ValueError, match="cudnn_quant_nvfp4: K is 48, needs a multiple of 32"):
+        quant(x.operand, w.operand, case.ends, alpha=alphas(x, w))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Layouts
+
+
+def test_group_tiles_puts_the_tiles_of_a_group_together() -> None:
+    """Two row tiles; groups of 0, 2, 1 and 1 column tiles."""
+    ends = torch.tensor([0, 256, 384, 512], dtype=torch.int32)
+    tiles = torch.arange(8, dtype=torch.uint8).repeat_interleave(512).view(256, 16)
+    got = group_tiles(tiles, ends).view(8, 512)[:, 0].tolist()
+    assert got == [0, 1, 4, 5, 2, 6, 3, 7]
+
+
+def test_the_dense_kernel_s_halves_are_the_other_way_round() -> None:
+    w = torch.arange(128.0).unsqueeze(1)
+    rows = [*range(32, 64), *range(32), *range(96, 128), *range(64, 96)]
+    assert swapped_halves(w)[:, 0].tolist() == [float(row) for row in rows]
+    assert_bitwise_equal(swapped_halves(swapped_halves(w)), w, "twice")
+
+
+def test_operand_of_square_blocks_has_a_scale_for_each_row() -> None:
+    w = torch.randn(2, 64, 96).bfloat16()
+    made = quantize(w, mxfp8(dims=2))
+    got = operand(made, mxfp8(dims=2)).scale
+    repeated = Quantized(made.data, made.scale.view(torch.uint8).repeat_interleave(32, 1).view(made.scale.dtype))
+    assert got is not None
+    assert_bitwise_equal(got, operand(repeated, mxfp8()).scale, "scale")
