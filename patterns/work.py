@@ -11,24 +11,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cute_kernels.catalog import GLU_ACTIVATIONS
+from cute_kernels.catalog import GLU_ACTIVATIONS, SM100
 from patterns.planner import Plan, Step
 from patterns.rule import Bound, Match
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of a product on paper, dense: operations a second in 16 and in 8 bits, bytes a second."""
+    """Rates of a product on paper, dense: operations a second in 16, 8 and 4 bits, bytes a second."""
 
     name: str
     flops: float
     fp8_flops: float
     bytes: float
+    fp4_flops: float = 0.0
 
 
 MACHINES: Mapping[str, Machine] = {
     "sm_90a": Machine("H200", 989.5e12, 1979e12, 4.8e12),
-    "sm_100a": Machine("B200", 2250e12, 4500e12, 8e12),
+    "sm_100a": Machine("B200", 2250e12, 4500e12, 8e12, 9000e12),
 }
 
 
@@ -55,7 +56,9 @@ class Launch:
         return "arithmetic" if self.flops / self._rate(machine) > self.bytes / machine.bytes else "memory"
 
     def _rate(self, machine: Machine) -> float:
-        return machine.fp8_flops if self.kernel.startswith("fp8_") else machine.flops
+        if self.kernel.endswith("_nvfp4"):
+            return machine.fp4_flops
+        return machine.fp8_flops if self.kernel.startswith("fp8_") or self.kernel.endswith("_mxfp8") else machine.flops
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,44 @@ def _scaled(elements: float) -> float:
     return elements * (1 + 4 / 128)
 
 
+def _cudnn(
+    format: str, operand: float, result: float, copies: int = 1
+) -> dict[str, Callable[[_Sizes], tuple[float, float]]]:
+    """cuDNN Frontend's kernels: bytes of a value of an operand, and of an activation's result in all its copies, with
+    their scales. Pre-activations and the results of other products are BF16.
+    """
+
+    def forward(s: _Sizes, n: int) -> tuple[float, float]:
+        return 2.0 * s.T * s.K * n, operand * (s.T * s.K + s.G * s.K * n) + 2.0 * s.T * n
+
+    def with_act(s: _Sizes, n: int, act: int) -> tuple[float, float]:
+        flops, moved = forward(s, n)
+        return flops, moved + result * s.T * act
+
+    def dglu(s: _Sizes) -> tuple[float, float]:
+        moved = operand * (s.T * s.H + s.G * s.H * s.I) + s.T * s.I * s.halves * (2.0 + result)
+        return 2.0 * s.T * s.H * s.I, moved
+
+    def glu(s: _Sizes) -> tuple[float, float]:
+        return with_act(s, s.I * s.halves, s.I)
+
+    def srelu(s: _Sizes) -> tuple[float, float]:
+        return with_act(s, s.N, s.N)
+
+    def dsrelu(s: _Sizes) -> tuple[float, float]:
+        """The activation too, once."""
+        flops, moved = srelu(s)
+        return flops, moved + result / copies * s.T * s.N
+
+    known = {
+        "gemm": lambda s: forward(s, s.N),
+        "wgrad": lambda s: (2.0 * s.T * s.K * s.N, operand * s.T * (s.K + s.N) + 2.0 * s.G * s.K * s.N),
+        "glu": glu, "glu_hadamard": glu, "dense_swiglu": glu, "dglu": dglu,
+        "srelu": srelu, "dense_srelu": srelu, "dsrelu": dsrelu,
+    }  # fmt: skip
+    return {kernel.name: known[what] for what, kernel in SM100[format].items()}
+
+
 _WORK: Mapping[str, Callable[[_Sizes], tuple[float, float]]] = {
     "group_offsets": lambda s: (0.0, 12.0 * s.G),
     "padded_group_offsets": lambda s: (0.0, 16.0 * s.G),
@@ -108,13 +149,9 @@ _WORK: Mapping[str, Callable[[_Sizes], tuple[float, float]]] = {
         _scaled(s.T * s.H) + s.G * s.H * s.I + s.T * s.I * s.halves * 2.0 + 2 * _scaled(s.T * s.I * s.halves),
     ),
     "fp8_grouped_wgrad": lambda s: (2.0 * s.T * s.K * s.N, _scaled(s.T * (s.K + s.N)) + 2.0 * s.G * s.K * s.N),
-    "cudnn_gemm": _product,
-    "cudnn_wgrad": _product,
-    "cudnn_glu": lambda s: (
-        2.0 * s.T * s.K * s.I * s.halves,
-        2.0 * (s.T * (s.K + s.I * (s.halves + 1)) + s.G * s.K * s.I * s.halves),
-    ),
-    "cudnn_dglu": _product_and_gradient,
+    **_cudnn("bfloat16", 2.0, 2.0),
+    **_cudnn("mxfp8", 1 + 1 / 32, 2 * (1 + 1 / 32), copies=2),
+    **_cudnn("nvfp4", 0.5 + 1 / 16, 2.0),
 }
 """Kernel -> (operations, bytes) of a launch. Those that it does not list are not known."""
 

@@ -100,13 +100,7 @@ class Operation:
         data, scale, _ = quantize(result, mxfp8())
         out.copy_(data)
         _fill(given.sfd_row, [swizzle_128x4(scale)])
-        tiles, ends = [], given.padded_offsets.tolist()
-        for start, end in zip([0, *ends], ends, strict=False):
-            if end > start:
-                data, scale, _ = quantize(result[start:end], mxfp8(), columnwise=True)
-                given.d_col[start:end].copy_(data)
-                tiles.append(swizzle_128x4(scale.mT.contiguous()))
-        _fill(given.sfd_col, tiles)
+        _give_columns(given.d_col, given.sfd_col, result, given.padded_offsets.tolist())
 
 
 def values(data: Tensor) -> Tensor:
@@ -131,10 +125,30 @@ def scales(stored: Tensor, rows: int, columns: int, block: int) -> Tensor:
     return decoded.repeat_interleave(block, 1)[:, :columns]
 
 
+def _give_columns(out: Tensor, scale_out: Tensor, result: Tensor, ends: list[int]) -> None:
+    """A result quantised along its rows, the tiles of scales of each group together."""
+    tiles = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        if end > start:
+            data, scale, _ = quantize(result[start:end], mxfp8(), columnwise=True)
+            out[start:end].copy_(data)
+            tiles.append(swizzle_128x4(scale.mT.contiguous()))
+    _fill(scale_out, tiles)
+
+
 def _fill(place: Tensor, parts: list[Tensor]) -> None:
     flat = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
     assert flat.numel() == place.numel()
     place.view(torch.uint8).copy_(flat.view(place.shape))
+
+
+def flat(name: str, value: Any) -> Any:
+    """A matrix [M, X, 1] as [M, X], weights [n, K, E] as [E, n, K], tiles (32, 4, M', 4, K', L) as they lie."""
+    if not isinstance(value, Tensor) or value.dim() not in (3, 6) or name in ("dprob", "dprob_workspace", "amax"):
+        return value
+    if value.dim() == 6:
+        return value.permute(5, 2, 4, 0, 1, 3)
+    return value.permute(2, 0, 1) if name == "b" else value.view(-1) if name == "prob" else value.squeeze(2)
 
 
 def halves(t: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,3 +261,78 @@ class GroupedGemmWgradSm100(Operation):
             if given.sfa is not None:
                 assert given.descriptor_workspace.numel() >= 512 * len(ends)
             given.wgrad[g].copy_(product + (given.wgrad[g].float() if self.settings["accumulate_on_output"] else 0))
+
+
+class Flat(Operation):
+    """One whose matrices have three dimensions."""
+
+    def execute(self, **arguments: Any) -> None:
+        for name, value in arguments.items():
+            assert not isinstance(value, Tensor) or value.dim() != 6 or value.permute(5, 2, 4, 0, 1, 3).is_contiguous()
+            assert name.removesuffix("_tensor") in _TWO_DIMENSIONS or not isinstance(value, Tensor) or value.dim() > 2
+        super().execute(**arguments)
+
+
+_TWO_DIMENSIONS = ("alpha", "padded_offsets", "bias", "norm_const", "amax", "workspace")
+
+
+def srelu_value(t: Tensor, clamp: float | None) -> Tensor:
+    t = t.clamp(min=0)
+    return t**2 if clamp is None else (clamp * torch.tanh(t / clamp)) ** 2
+
+
+class GroupedGemmSreluSm100(Flat):
+    def compute(self, given: Any) -> None:
+        given = SimpleNamespace(**{name: flat(name, value) for name, value in vars(given).items()})
+        acc, group = self.products(given)
+        acc = acc * given.alpha[group, None]
+        if given.bias is not None:
+            acc = acc + given.bias.T[group].float()
+        given.c.copy_(acc)
+        self.give(given, "d", srelu_value(acc, self.settings["tanh_clamp_scale"]) * given.prob[:, None])
+
+
+class GroupedGemmDsreluSm100(Flat):
+    def compute(self, given: Any) -> None:
+        given = SimpleNamespace(**{name: flat(name, value) for name, value in vars(given).items()})
+        acc, group = self.products(given)
+        grad = acc * given.alpha[group, None]
+        with torch.enable_grad():
+            preact = given.c.float().requires_grad_()
+            value = srelu_value(preact, self.settings["tanh_clamp_scale"])
+            (dpreact,) = torch.autograd.grad(value, preact, grad * given.prob[:, None])
+        self.give(given, "d_row", dpreact)
+        act = value.detach() * given.prob[:, None]
+        if given.sfd_col_d_srelu is None:
+            given.d_srelu.copy_(act)
+        else:
+            _give_columns(given.d_srelu, given.sfd_col_d_srelu, act, given.padded_offsets.tolist())
+        parts = grad * value.detach()
+        if self.settings["deterministic"]:
+            for slot, tile in enumerate(parts.split(256, 1)):
+                given.dprob_workspace[:, slot, 0] = tile.sum(1)
+        else:
+            given.dprob[:, 0, 0] += parts.sum(1)
+
+
+class GemmSwigluSm100(Flat):
+    def compute(self, given: Any) -> None:
+        given = SimpleNamespace(**{name: flat(name, value) for name, value in vars(given).items()})
+        acc = self.a(given) @ self.b(given)[0].T * given.alpha
+        given.ab12.copy_(acc)
+        up, gate = halves(acc)
+        given.c.copy_(glu_value(gate, up, "swiglu", 0.0, 0.0, 0.0, 0.0))
+
+
+class GemmSreluSm100(Flat):
+    def compute(self, given: Any) -> None:
+        given = SimpleNamespace(**{name: flat(name, value) for name, value in vars(given).items()})
+        acc = self.a(given) @ self.b(given)[0].T * given.alpha
+        given.c.copy_(acc)
+        act = srelu_value(acc, None) * given.prob[:, None]
+        if given.sfd is None:
+            given.d.copy_(act)
+            return
+        data, scale, _ = quantize(act, mxfp8())
+        given.d.copy_(data)
+        _fill(given.sfd, [swizzle_128x4(scale)])

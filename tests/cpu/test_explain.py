@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from cute_kernels.quantization.formats import E5M2, mxfp8
 from cute_kernels.target import CUDNN_FRONTEND, Target
-from patterns import RULES, Chain, OpSpec, RecipeSpec, Rule, explain, plan
+from patterns import RULES, Chain, OpSpec, RecipeSpec, Rule, examples, explain, plan
 from patterns.examples import MOE, activation, grouped_linear
 
 PLAIN = Chain((grouped_linear("fc1", 256, 1024), activation("swiglu"), grouped_linear("fc2", 512, 256)), "bfloat16")
@@ -99,6 +100,44 @@ def test_blackwell_names_what_cudnn_frontend_does_not_take(changes: dict, text: 
     assert (refused is None) == (not text) == found.is_fused
     if refused is not None:
         assert str(refused.first).startswith(text)
+
+
+MISSING = (
+    "the fused operation that would call these kernels in {} is not in this version, needs a later version of this "
+    "library"
+)
+
+
+@pytest.mark.parametrize(
+    ("chain", "rule", "texts"),
+    [
+        (
+            replace(MOE, recipe=examples.MXFP8),
+            "grouped_mlp_mxfp8_sm100",
+            ["act.glu_interleave_size is None, needs 32; pack_glu_weights_(interleave=32) does it", MISSING],
+        ),
+        (examples.MOE_MXFP8, "grouped_mlp_mxfp8_sm100", [MISSING]),
+        (
+            replace(MOE, recipe=examples.NVFP4),
+            "grouped_mlp_nvfp4_sm100",
+            ["act.glu_interleave_size is None, needs 32; pack_glu_weights_(interleave=32) does it", MISSING],
+        ),
+        (examples.MOE_NVFP4, "grouped_mlp_nvfp4_sm100", [MISSING]),
+        (examples.MOE_SRELU_MXFP8, "grouped_mlp_srelu_mxfp8_sm100", [MISSING]),
+        (examples.MOE_SRELU_NVFP4, "grouped_mlp_srelu_nvfp4_sm100", [MISSING]),
+    ],
+)
+def test_blackwell_in_mxfp8_and_nvfp4(chain: Chain, rule: str, texts: list[str]) -> None:
+    (refused,) = [r for r in plan(chain, Target.named("sm_100a")).refusals if r.rule == rule and r.start == 0]
+    name = "NVFP4" if "nvfp4" in rule else "MXFP8"
+    assert [str(reason) for reason in refused.reasons] == [text.format(name) for text in texts]
+
+
+def test_blackwell_takes_no_gradients_in_e5m2() -> None:
+    recipe = RecipeSpec("MXFP8BlockScaling", {**examples.MXFP8.facts, "grad_output": mxfp8(E5M2)})
+    found = plan(replace(examples.MOE_MXFP8, recipe=recipe), Target.named("sm_100a")).refusals
+    (refused,) = [r for r in found if r.rule == "grouped_mlp_mxfp8_sm100" and r.start == 0]
+    assert "E5M2" in str(refused.first)
 
 
 def test_sm120_is_declined_by_name_and_so_are_versions_that_are_known_to_be_wrong() -> None:

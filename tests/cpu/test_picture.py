@@ -86,7 +86,8 @@ def test_work_on_another_machine_is_the_same_and_its_times_are_not():
     ours = launches(mlp(H, I, G, activation="SwiGLU"))
     theirs = launches(mlp(H, I, G, activation="SwiGLU", act={"glu_interleave_size": 32}), target="sm_100a")
     for use in ("fc1 and act forward", "fc2 forward", "fc2 input gradient and act backward", "fc1 weight gradient"):
-        assert ours[use]["flops"] == theirs[use]["flops"] and ours[use]["bytes"] == theirs[use]["bytes"]
+        act = 2 * T * I if "backward" in use else 0  # which ours computes again, and theirs does not
+        assert ours[use]["flops"] == theirs[use]["flops"] and ours[use]["bytes"] == theirs[use]["bytes"] + act
         assert ours[use]["seconds"] > theirs[use]["seconds"]
 
 

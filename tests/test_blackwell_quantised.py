@@ -1,5 +1,6 @@
-"""The Blackwell adapters in MXFP8 and NVFP4 against a double of cuDNN Frontend: bytes, scales and where they lie.
+"""The Blackwell adapters in MXFP8 and NVFP4: bytes, scales and where they lie.
 
+On a CPU against a double of cuDNN Frontend (`tests.frontend_double`), on a Blackwell against itself (not run yet).
 A result is compared with the product of the values that the operands hold, in FP32; quantised results with the bytes
 that `quantization.quantize` gives of it.
 """
@@ -18,14 +19,16 @@ from cute_kernels import launch, reference
 from cute_kernels.activation import Activation
 from cute_kernels.activation_reference import activation_backward, activation_forward
 from cute_kernels.blackwell import frontend
-from cute_kernels.blackwell.dense import swapped_halves
+from cute_kernels.blackwell.dense import dense_srelu, dense_swiglu, swapped_halves
 from cute_kernels.blackwell.dglu import dglu
 from cute_kernels.blackwell.glu import glu
 from cute_kernels.blackwell.glu_hadamard import glu_hadamard
 from cute_kernels.blackwell.operands import Operand, Quantised, group_tiles, operand
 from cute_kernels.blackwell.quant import quant
 from cute_kernels.blackwell.rows import PaddedGroups
+from cute_kernels.blackwell.srelu import dsrelu, srelu
 from cute_kernels.blackwell.wgrad import wgrad
+from cute_kernels.catalog import BLACKWELL
 from cute_kernels.quantization.formats import Format, mxfp8, nvfp4
 from cute_kernels.quantization.hadamard import rotate
 from cute_kernels.quantization.quantize import Quantized, dequantize, quantize
@@ -37,11 +40,17 @@ from tests.frontend_double import Operation
 SIZES, ROWS, H, WIDTH = (30, 0, 300, 14), 400, 160, 96
 E4M3 = torch.float8_e4m3fn
 SWIGLU, CLAMPED = Activation("swiglu"), Activation("clamped_swiglu", 5.0, 1.5, 0.5)
+SRELU, TANH_SRELU = Activation("srelu"), Activation("tanh_srelu", clamp_scale=5.0)
 FORMATS = [mxfp8(), nvfp4()]
 
 
-@pytest.fixture(autouse=True)
-def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Operation]]:
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu(*BLACKWELL))])
+def double(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Operation] | None]:
+    """The operations that the double made; None on a Blackwell, where there is none."""
+    if request.param == "cuda":
+        with torch.device("cuda"):
+            yield None
+        return
     monkeypatch.setattr(frontend, "library", lambda: frontend_double)
     monkeypatch.setattr("cute_kernels.blackwell.wgrad.library", lambda: frontend_double)
     monkeypatch.setattr(frontend, "on", lambda device: nullcontext())
@@ -103,14 +112,20 @@ def assert_is(made: Tensor | Quantised, exact: Tensor, ends: Tensor, what: str) 
     if isinstance(made, Tensor):
         as_accurate(made, exact, what)
         return
-    for copy, columnwise in ((made.rowwise, False), (made.columnwise, True)):
-        want = quantize(exact, mxfp8(), columnwise)
-        scale = swizzled_scale(want.scale, mxfp8(), exact.shape[1], columnwise)
-        assert copy.scale is not None
-        scale = group_tiles(scale, ends) if columnwise else scale
-        differ = (copy.data.float() != want.data.float()).float().mean()
-        assert differ < 0.001, f"{what}: {differ:.4f} of the values differ"  # sums in another order: a step, rarely
-        assert_bitwise_equal(copy.scale.view(torch.uint8).reshape(scale.shape), scale.view(torch.uint8), what)
+    assert_is_copy(made.rowwise, exact, None, what)
+    assert_is_copy(made.columnwise, exact, ends, what)
+
+
+def assert_is_copy(copy: Operand, exact: Tensor, ends: Tensor | None, what: str) -> None:
+    """`exact` in MXFP8, along its rows if `ends` are given."""
+    columnwise = ends is not None
+    want = quantize(exact, mxfp8(), columnwise)
+    scale = swizzled_scale(want.scale, mxfp8(), exact.shape[1] if columnwise else exact.shape[0], columnwise)
+    assert copy.scale is not None
+    scale = group_tiles(scale, ends) if ends is not None else scale
+    differ = (copy.data.float() != want.data.float()).float().mean()
+    assert differ < 0.001, f"{what}: {differ:.4f} of the values differ"  # sums in another order: a step, rarely
+    assert_bitwise_equal(copy.scale.view(torch.uint8).reshape(scale.shape), scale.view(torch.uint8), what)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -162,7 +177,7 @@ def _spans(case: Case) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("activation", [SWIGLU, CLAMPED], ids=lambda a: a.kind)
-def test_dglu(case: Case, format: Format, activation: Activation, double: list[Operation]) -> None:
+def test_dglu(case: Case, format: Format, activation: Activation, double: list[Operation] | None) -> None:
     dy, (weight, w) = Copy(case.dy, format), weight_of_dgrad(case.w2, format)
     dtype = E4M3 if format == mxfp8() else torch.bfloat16
     made = dglu(
@@ -175,7 +190,8 @@ def test_dglu(case: Case, format: Format, activation: Activation, double: list[O
     assert_is(made.dpreact, reference.interleave(dpreact, 32, 1), case.ends, "dpreact")
     assert made.dprobs is not None and dprobs is not None
     as_accurate(made.dprobs, dprobs, "dprobs")
-    assert double[0].settings["_deterministic"] and double[0].samples["dprob"].shape == (case.where.padded, 1, 1)
+    if double is not None:
+        assert double[0].settings["_deterministic"] and double[0].samples["dprob"].shape == (case.where.padded, 1, 1)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -215,6 +231,73 @@ def test_rotated_maxima_are_those_of_our_rotation(case: Case) -> None:
     ):
         want = torch.stack([of(s, e) if e > s else zero for s, e in _spans(case)])
         as_accurate(got, want, name)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("activation", [SRELU, TANH_SRELU], ids=lambda a: a.kind)
+@pytest.mark.parametrize("bias", [False, True])
+def test_srelu(case: Case, format: Format, activation: Activation, bias: bool) -> None:
+    x, w = Copy(case.x, format), Copy(case.w1, format)
+    dtype = E4M3 if format == mxfp8() else torch.bfloat16
+    b = case.b1 if bias else None
+    made = srelu(x.operand, w.operand, case.ends, activation, case.probs, b, alphas(x, w), act_dtype=dtype)
+    exact = reference.grouped_gemm(x.values, [w.values], case.offsets, None if b is None else b.float())
+    as_accurate(made.preact, exact, "preact")
+    assert_is(made.act, activation_forward(exact, activation, case.probs), case.ends, "act")
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("activation", [SRELU, TANH_SRELU], ids=lambda a: a.kind)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_dsrelu(case: Case, format: Format, activation: Activation, deterministic: bool) -> None:
+    dy, (weight, w) = Copy(case.dy, format), weight_of_dgrad(case.w1.mT.contiguous(), format)
+    dtype = E4M3 if format == mxfp8() else torch.bfloat16
+    made = dsrelu(
+        dy.operand, weight, case.ends, case.preact, activation, case.probs, True, deterministic,
+        alpha=alphas(dy, w), dpreact_dtype=dtype,
+    )  # fmt: skip
+    grad = reference.grouped_gemm_dgrad(dy.values, [w.values], case.offsets)
+    dpreact, dprobs = activation_backward(grad, case.preact.float(), activation, case.probs, True)
+    assert_is(made.dpreact, dpreact, case.ends, "dpreact")
+    assert made.dprobs is not None and dprobs is not None
+    as_accurate(made.dprobs, dprobs, "dprobs")
+    act = activation_forward(case.preact.float(), activation, case.probs)
+    if made.act.scale is None:
+        as_accurate(made.act.data, act, "act")
+    else:
+        assert_is_copy(made.act, act, case.ends, "act")
+
+
+@pytest.mark.parametrize("format", [None, *FORMATS], ids=str)
+def test_dense_swiglu(case: Case, format: Format | None) -> None:
+    w = case.w1[0]
+    x_values, w_values, x, weight, alpha = case.x.float(), w.float(), Operand(case.x), Operand(swapped_halves(w)), 1.0
+    if format is not None:
+        copies = Copy(case.x, format), Copy(w, format)
+        (x, x_values), w_values = (copies[0].operand, copies[0].values), copies[1].values
+        weight, factors = Copy(swapped_halves(w), format).operand, alphas(*copies)
+        alpha = 1.0 if factors is None else float(factors[0])
+    act, preact = dense_swiglu(x, weight, alpha)
+    exact = x_values @ w_values.T
+    as_accurate(preact, swapped_halves(exact.T.contiguous()).T, "preact")
+    as_accurate(act, activation_forward(reference.deinterleave(exact, 32, 1), SWIGLU, None), "act")
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_dense_srelu(case: Case, format: Format) -> None:
+    x, w = Copy(case.x, format), Copy(case.w1[0], format)
+    factors = alphas(x, w)
+    act, preact = dense_srelu(
+        x.operand, w.operand, case.probs, 1.0 if factors is None else float(factors[0]),
+        act_dtype=E4M3 if format == mxfp8() else torch.bfloat16,
+    )  # fmt: skip
+    exact = x.values @ w.values.T
+    as_accurate(preact, exact, "preact")
+    value = activation_forward(exact, SRELU, case.probs)
+    if isinstance(act, Tensor):
+        as_accurate(act, value, "act")
+    else:
+        assert_is_copy(act, value, None, "act")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
