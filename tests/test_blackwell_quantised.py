@@ -7,6 +7,7 @@ that `quantization.quantize` gives of it.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fusible_ops as ops
 from cute_kernels import launch, reference
 from cute_kernels.activation import Activation
 from cute_kernels.activation_reference import activation_backward, activation_forward
@@ -34,8 +36,10 @@ from cute_kernels.quantization.hadamard import rotate
 from cute_kernels.quantization.quantize import Quantized, dequantize, quantize
 from cute_kernels.quantization.scale_layout import swizzled_scale
 from tests import frontend_double
+from tests.cases import Splits
 from tests.compare import assert_as_accurate, assert_bitwise_equal
 from tests.frontend_double import Operation
+from tests.models import MLP, Inputs, step
 
 SIZES, ROWS, H, WIDTH = (30, 0, 300, 14), 400, 160, 96
 E4M3 = torch.float8_e4m3fn
@@ -361,3 +365,45 @@ def test_operand_of_square_blocks_has_a_scale_for_each_row() -> None:
     repeated = Quantized(made.data, made.scale.view(torch.uint8).repeat_interleave(32, 1).view(made.scale.dtype))
     assert got is not None
     assert_bitwise_equal(got, operand(repeated, mxfp8()).scale, "scale")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A whole layer
+
+
+def test_results_fit_the_next_operation_a_layer_is_as_accurate_as_unfused(case: Case) -> None:
+    """An MXFP8 MLP, forward and backward, each FP8 result handed on as it came, against the recipe's unfused ops."""
+    splits = Splits("layer", SIZES, ROWS)
+    mlp = MLP("scaled_swiglu", H, WIDTH, interleave=32)
+    device = case.x.device.type
+    plain = mlp.build(splits, device, torch.bfloat16, rules=())
+    inputs = Inputs.random(splits, H, device, torch.bfloat16)
+    with ops.autocast(recipe=ops.MXFP8BlockScaling()):
+        unfused = step(plain, mlp, inputs)
+    exact = step(copy.deepcopy(plain).float(), mlp, inputs.to(torch.float32))
+
+    where, ends, (fc1, _, fc2) = case.where, case.ends, plain
+    w1, w2 = (torch.stack([p.detach() for p in fc.parameters()]) for fc in (fc1, fc2))
+    x, dy = where.pad(inputs.x), where.pad(inputs.dy)
+    probs = where.pad(inputs.probs)
+
+    def along_rows(t: Tensor) -> Operand:
+        return Copy(t, mxfp8(), columnwise=True, ends=ends).operand
+
+    first = glu(Copy(x, mxfp8()).operand, Copy(w1, mxfp8()).operand, ends, SWIGLU, probs, act_dtype=E4M3)
+    assert isinstance(first.act, Quantised)
+    y = quant(first.act.rowwise, Copy(w2, mxfp8()).operand, ends)
+    back, _ = weight_of_dgrad(w2, mxfp8())
+    middle = dglu(Copy(dy, mxfp8()).operand, back, ends, first.preact, SWIGLU, probs, True, dpreact_dtype=E4M3)
+    assert isinstance(middle.dpreact, Quantised) and middle.dprobs is not None
+    dx = quant(middle.dpreact.rowwise, weight_of_dgrad(w1, mxfp8())[0], ends)
+    dw1 = wgrad(middle.dpreact.columnwise, along_rows(x), ends)
+    dw2 = wgrad(along_rows(dy), first.act.columnwise, ends)
+    assert isinstance(y, Tensor) and isinstance(dx, Tensor)
+
+    fused = {"y": where.unpad(y), "dx": where.unpad(dx), "dprobs": where.unpad(middle.dprobs)}
+    for fc, dw in (("fc1", dw1), ("fc2", dw2)):
+        fused |= {f"d{fc}.weight{g}": dw[g] for g in range(len(SIZES))}
+    assert fused.keys() == unfused.keys()
+    for name, value in fused.items():
+        assert_as_accurate(value, unfused[name], exact[name].to(value.dtype).float(), name)
