@@ -15,9 +15,9 @@ Pipeline: a ring of `stages` tiles, producer -> 8 warps of the team whose tile i
 teams: each is always read by the same team, in order. (Else a team could wait for a stage's next but one phase while
 the next is not yet complete, and a parity does not tell them apart.) Beside it twice as many notes of where a tile
 lies, so that one is written before its stage is free.
-Timeline of a tile: read it, release the stage; columns' maxima by 8 rows to shared memory; meet; 64 threads make the
-columns' scales while the others (and then they) scale, round and store rows; meet; round columns into a transposed
-tile; meet; store its rows, 128 bytes of one column each.
+Timeline of a tile: read it; columns' maxima by 8 rows to shared memory; release the stage, as all of it has arrived
+(without columns: after the rows' scales); meet; 64 threads make the columns' scales while the others (and then they)
+scale, round and store rows; meet; round columns into a transposed tile; meet; store its rows, 128 bytes of a column.
 The transposed tile lies as 16 slots of 8 bytes a row; slot h of columns 8 c .. 8 c + 7 lies at h ^ c: writes of 8 bytes
 and reads of 16 meet no bank twice. Where c is odd the two halves of 16 bytes are swapped, and swapped back.
 
@@ -44,8 +44,7 @@ from cute_kernels.hopper.wgrad_operands import anew, ragged, tokens_of
 TYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 TEAMS, WORKERS, WARPS = 3, 256, 8  # teams, their threads and warps
 VECTOR = 8  # values of 16 bytes; rows and columns of a thread
-ACROSS = BLOCK // VECTOR  # threads across a tile, and down
-CHUNKS = BLOCK // 16  # of 16 bytes of a row of the transposed tile
+ACROSS, CHUNKS = BLOCK // VECTOR, BLOCK // 16  # threads across a tile, and down; 16 bytes of a transposed row
 PARTS = 4  # of a tile's rows, in which its columns are added up
 MAGNITUDES = 0x7FFF7FFF
 PRODUCER_REGISTERS, WORKER_REGISTERS = 24, 80
@@ -53,7 +52,7 @@ MEET = 1  # barrier of the first team, the others' follow
 
 
 class Source(NamedTuple):
-    """A TMA atom and the coordinates it reads."""
+    """A TMA atom, and the coordinates it reads."""
 
     atom: Any
     tensor: Any
@@ -199,13 +198,6 @@ class Tiles:
             source.atom, 0, cute.make_layout(1), cute.group_modes(x, 0, 2), cute.group_modes(tile, 0, 2)
         )
         cute.copy(source.atom, origin, target[None, state.index], tma_bar_ptr=ring.producer_get_barrier(state))
-
-    @cute.jit
-    def release(self, ring, state):
-        """A warp gives a stage back. Whatever it read there must have been worked with: a read that was only issued may
-        still be on its way when TMA writes the stage anew."""
-        cute.arch.sync_warp()
-        ring.consumer_release(state)
 
     def next_round(self, state):
         """The state of the team's next tile; the count is not used."""
@@ -411,7 +403,8 @@ class QuantizeRows(Tiles):
                 self.keep_maxima(magnitudes, room, thread)
             else:
                 factors = self.scale_rows(pairs, room, copies.scale, first, column, left, thread)
-            self.release(ring, state)
+            cute.arch.sync_warp()
+            ring.consumer_release(state)
             state = self.next_round(state)
             if const_expr(self.columnwise):
                 room.barrier.arrive_and_wait()
@@ -613,7 +606,8 @@ class QuantizeWeights(Tiles):
             ring.consumer_wait(state)
             words = self.read(x, state, thread)
             self.keep_maximum(self.magnitudes(words), room, turn, thread)
-            self.release(ring, state)
+            cute.arch.sync_warp()
+            ring.consumer_release(state)
             state = self.next_round(state)
             room.barrier.arrive_and_wait()
             factor, stored = self.scale(room, turn)
@@ -653,17 +647,14 @@ class QuantizeWeights(Tiles):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+def compact(element, *shape):
+    """Fake contiguous data."""
+    return make_fake_compact_tensor(element, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=16)
+
+
 def scale_rows_of(*shape):
     """Fake FP32 scales whose rows are multiples of 4."""
-    shape = (*shape, cute.sym_int(divisibility=4))
-    order = tuple(reversed(range(len(shape))))
-    return make_fake_compact_tensor(Float32, shape, stride_order=order, assumed_align=16)
-
-
-def data_of(*shape):
-    """Fake contiguous E4M3 data."""
-    order = tuple(reversed(range(len(shape))))
-    return make_fake_compact_tensor(Float8E4M3FN, shape, stride_order=order, assumed_align=16)
+    return compact(Float32, *shape, cute.sym_int(divisibility=4))
 
 
 def sixteens():
@@ -674,9 +665,9 @@ def build_rows(options):
     """x, offsets, padded, (data, scale, data_t, scale_t, partial, sums) each or None, strip, grid size, stream."""
     rows, columns, tokens, blocks = cute.sym_int(), sixteens(), cute.sym_int(divisibility=BLOCK), cute.sym_int()
     copies = (
-        data_of(rows, columns) if options.rowwise else None,
+        compact(Float8E4M3FN, rows, columns) if options.rowwise else None,
         scale_rows_of(cute.sym_int()) if options.rowwise else None,
-        data_of(columns, tokens) if options.columnwise else None,
+        compact(Float8E4M3FN, columns, tokens) if options.columnwise else None,
         scale_rows_of(blocks) if options.columnwise else None,
         row_matrix(Float32, blocks, columns) if options.sums else None,
         row_matrix(Float32, cute.sym_int(), columns) if options.sums else None,
@@ -690,13 +681,12 @@ def build_weights(options):
     """w, table or None, (data, scale, data_t, scale_t), the latter two or None, strip, grid size, stream."""
     groups, rows, columns = cute.sym_int(), sixteens(), sixteens()
     shape = (rows, columns) if options.separate else (groups, rows, columns)
-    order = tuple(reversed(range(len(shape))))
-    w = make_fake_compact_tensor(TYPES[options.element], shape, stride_order=order, assumed_align=16)
+    w = compact(TYPES[options.element], *shape)
     table = make_fake_compact_tensor(Int64, (groups,), assumed_align=8) if options.separate else None
     copies = (
-        data_of(groups, rows, columns),
+        compact(Float8E4M3FN, groups, rows, columns),
         scale_rows_of(groups, cute.sym_int()),
-        data_of(groups, columns, rows) if options.columnwise else None,
+        compact(Float8E4M3FN, groups, columns, rows) if options.columnwise else None,
         scale_rows_of(groups, cute.sym_int()) if options.columnwise else None,
     )
     return QuantizeWeights(options), (w, table, copies, Int32(1), Int32(1), make_fake_stream())

@@ -17,12 +17,12 @@ empty groups.
 Pipelines: ring of (dy tile, x tile, their scales), warp 12 -> 12 consumer warps. Plans, warp 13 -> the 12 consumer
 warps and warp 12. Staging: each warp has 16 rows of its warpgroup's slots to itself.
 Schedule: persistent; CTA c takes tiles c, c + CTAs, ...
-Timeline of a block: wait for the stage, 4 WGMMA, release the stage before, wait for the products, promote. Nothing of a
-warpgroup's own overlaps: while it promotes or stores, the others' WGMMA fill the tensor cores, in whatever order they
+Timeline of a block: wait for the stage, 4 WGMMA, release the stage before, wait for the products, promote. Nothing of
+a warpgroup's own overlaps: while it promotes or stores, the others' WGMMA fill the tensor cores, in whatever order they
 come; one may be some blocks ahead of another, as far as the ring goes.
-A stage is released only once the next block's WGMMA are issued, or the tile stored: both use what the promotion read, so
-by then its scales have arrived in registers. Released straight after it, the last of them were still on their way from a busy
-shared memory when TMA wrote the stage anew: 96 wrong elements in one of 200 runs.
+A stage is released only once the next block's WGMMA are issued, or the tile stored: both use what the promotion read,
+so by then its scales have arrived in registers. Released straight after it, the last of them were still on their way
+from a busy shared memory when TMA wrote the stage anew: 96 wrong elements in one of 200 runs.
 A tile's results leave by TMA, 16 rows by 128 bytes a warp at a time, or from registers, 16 bytes a lane; what they are
 added to is read into the registers of the last block's sums.
 

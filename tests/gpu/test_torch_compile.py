@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) on a Hopper GPU, through inductor: two graphs, our kernels in them, eager's gradients."""
+"""torch.compile(fullgraph=True) on a Hopper GPU through inductor: two graphs, our kernels in them, eager gradients."""
 
 from __future__ import annotations
 
