@@ -80,8 +80,10 @@ def name_of(sequential: Any) -> str:
 
 
 def _acts_beside(op: BasicOperation) -> bool:
-    """Whether it does what no graph holds: writes into `main_grad`, puts work off, or has quantised parameters."""
-    if getattr(op, "accumulate_into_main_grad", False) or getattr(op, "delay_wgrad_compute", False):
+    """Whether it does what no graph holds: writes into `main_grad`, puts work off, keeps tensors in host memory, or has
+    quantised parameters.
+    """
+    if op.offload or getattr(op, "accumulate_into_main_grad", False) or getattr(op, "delay_wgrad_compute", False):
         return True
     return any([isinstance(p, QuantizedTensor) for p in op.parameters()])
 

@@ -1,5 +1,6 @@
 """A call of a run that has more than extra inputs of the caller's: extra outputs, channels, keyword arguments of single
-ops (the caller's buffers among them), steps that differ between forward and backward.
+ops (the caller's buffers among them), steps that differ between forward and backward, ops that keep what backward needs
+in host memory.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusible_ops import offload
 from fusible_ops.call import (
     Call,
     autocast_dtype_on,
@@ -20,6 +22,7 @@ from fusible_ops.call import (
     tokens_only,
     without_autocast,
 )
+from fusible_ops.op import FusedOperation
 from fusible_ops.ranges import shown
 
 OUTPUT_BUFFER_KEY = "output"
@@ -65,6 +68,31 @@ class FullCall(Call):
         x = tokens_only(x, self.trail_offsets)
         self.result_like = x.shape, x.dtype, x.device
         return [x, *[self._outside(outputs[i][j], i) for i, j in routing.public_outputs]]  # type: ignore[arg-type]
+
+    def take_saved(self) -> list[Tensor | None]:
+        for step in self.route.steps:
+            own = self.contexts[step.span]
+            if isinstance(step.op, FusedOperation):
+                keeps = step.op.keeps()
+                own[0].to_save = tuple(
+                    offload.in_host_memory(t) if i in keeps and self._offloads(step.span.start + keeps[i]) else t
+                    for i, t in enumerate(own[0].to_save)
+                )
+            elif self._offloads(step.span.start):
+                own[0].to_save = tuple(
+                    offload.in_host_memory(t) if t is not None and t.dim() > 1 and not own[0].held.holds(t) else t
+                    for t in own[0].to_save
+                )
+        return super().take_saved()
+
+    def _offloads(self, index: int) -> bool:
+        return self.fuser.basic_ops[index].offload
+
+    def restore(self, saved: list[Tensor | None], grad: Tensor | None) -> Tensor | None:
+        device = None if grad is None else grad.device
+        if device is not None:
+            saved[:] = [t if t is None or t.device == device else t.to(device, non_blocking=True) for t in saved]
+        return super().restore(saved, grad)
 
     def _offsets(self, grouped: int | None, x: Tensor) -> Tensor | None:
         """Those of basic op `grouped`, if there is one and it is known already which rows its groups have."""

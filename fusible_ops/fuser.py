@@ -297,7 +297,8 @@ class OperationFuser:
         plain = are_plain((x, *extra_inputs)) and are_plain(parameters)
         keeps_plans = kind is not None and self.routing.is_plain and all(own.is_packed for own in held)
         route = Route(self.steps(x, autocast_dtype, recipe), autocast_dtype, recipe, plain, keeps_plans)
-        route.is_full = not self.routing.is_plain or route.steps is not route.backward_steps
+        offloads = any(op.offload for op in self.basic_ops)
+        route.is_full = offloads or not self.routing.is_plain or route.steps is not route.backward_steps
         if kind is not None and not basic_op_kwargs:
             if len(self._routes) >= MOST_ROUTES:
                 self._routes.clear()

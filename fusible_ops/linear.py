@@ -239,6 +239,9 @@ class DenseLinear(FusedOperation):
             raise TypeError("DenseLinear takes a BasicLinear and a Bias")
         self._linear, self._bias = linear, bias
 
+    def keeps(self) -> dict[int, int]:
+        return {0: 0}
+
     def fuser_forward(
         self, basic_op_ctxs: list[OperationContext], input_: Tensor, **_: Any
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:

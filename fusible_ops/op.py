@@ -22,6 +22,7 @@ from fusible_ops import autocast_mode
 from fusible_ops.channels import ChannelEnds
 from fusible_ops.delayed_scaling import DelayedScales, loaded_scales, saved_scales
 from fusible_ops.graph_key import GraphKey
+from fusible_ops.offload import Offloads
 from fusible_ops.parameters import NOTHING_HELD, Held, Packing, Unchanged, parameters_of
 from fusible_ops.quantizer import Quantizer
 from fusible_ops.recipe import DelayedScaling, Recipe
@@ -89,16 +90,13 @@ class OperationContext:
         return self.autocast_dtype or default
 
 
-class FusibleOperation(nn.Module):
+class FusibleOperation(Offloads, nn.Module):
     """Anything that may stand in a run of ops: a basic op, or a container of some (`Linear`).
 
-    `name`: how errors and explain() call it; empty means its key in the `Sequential`.
-    """
+    `name`: how errors and explain() call it; empty means its key in the `Sequential`."""
 
     name: str = ""
-    quantized_program: str = (
-        ""  # "package.module:Class" of what runs this unfused under a recipe, if its own steps do not
-    )
+    quantized_program: str = ""  # "package.module:Class" of what runs this unfused under a recipe, if its steps do not
 
     @property
     def is_fused_op(self) -> bool:
@@ -152,9 +150,7 @@ class BasicOperation(GraphKey, FusibleOperation, ChannelEnds):
     known_kwargs: tuple[str, ...] | None = None  # names that `op_kwargs` may hold; None: the op checks them itself
     keeps_zero_rows: bool = False  # rows of zeros stay zero, and their gradients reach no parameter
     keeps_rows: bool = True  # its output has the rows of its input
-    split_sizes_slot: int | None = (
-        None  # which extra input says how many rows each group has; None: rows have no groups
-    )
+    split_sizes_slot: int | None = None  # which extra input says the rows of each group; None: there are no groups
 
     packing: Packing | None = None  # of a linear whose rows `pack_glu_weights_` reordered
 
@@ -362,6 +358,10 @@ class FusedOperation(FusibleOperation):
 
     def fusible_parts(self) -> list[BasicOperation]:
         return list(self.basic_ops)  # type: ignore[arg-type]
+
+    def keeps(self) -> dict[int, int]:
+        """Places among what it saves -> the basic op of whose input that is the copy to be kept (`offload_saved`)."""
+        return {}
 
     def shortcut(
         self,

@@ -109,6 +109,11 @@ class Held:
         """Whether weights and biases are packed."""
         self._weights_packed, self._biases_packed = packed
 
+    def holds(self, t: Tensor) -> bool:
+        """Whether t is, or views, one of the parameters."""
+        place = t.untyped_storage()._cdata
+        return any(p.untyped_storage()._cdata == place for p in self.parameters)
+
     def kind(self) -> tuple[object, ...]:
         """All that a call depends on beside values and addresses: facts, of those that are packed the first's."""
         packed = self.weights and self.weights_packed and self.biases_packed

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fusible_ops as ops
-from fusible_ops import functional
+from fusible_ops import functional, offload
 from fusible_ops.functional import grouped_linear, grouped_mlp
 from tests.cases import TAIL, Splits, full
 from tests.compare import assert_as_accurate, assert_bitwise_equal
@@ -201,3 +201,51 @@ def test_what_is_kept_may_wait_on_the_cpu(place: Place) -> None:
         got = step(model, mlp, inputs)
     for name, want in wanted.items():
         assert_bitwise_equal(got[name], want, name)
+
+
+OFFLOADED = {"fc1": [64], "act": [96], "fc2": [48], "none": []}
+
+
+@pytest.mark.parametrize("marked", OFFLOADED)
+def test_what_a_marked_op_keeps_waits_in_host_memory(
+    place: Place, marked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its input alone, in a fused chain too (where the second linear's is not kept at all); gradients are the same."""
+    moved: list[Tensor] = []
+    real = offload.in_host_memory
+    monkeypatch.setattr(offload, "in_host_memory", lambda t: moved.append(t) or real(t))
+    mlp = MLP("scaled_swiglu", hidden=64, intermediate=48, bias=True)
+    model = place.build(mlp, FOUR)
+    inputs = Inputs.random(FOUR, 64, place.device, torch.bfloat16)
+    wanted = step(model, mlp, inputs)
+    if marked != "none":
+        model.get_submodule(marked).offload_saved()
+    model._module_groups = None
+    for _ in range(2):
+        moved.clear()
+        got = step(model, mlp, inputs)
+        widths = sorted({t.shape[1] for t in moved if t is not None})
+        assert widths == ([] if place.fused and marked == "fc2" else OFFLOADED[marked])
+        for name, want in wanted.items():
+            assert_bitwise_equal(got[name], want, name)
+
+
+@pytest.mark.gpu("sm_90a")
+def test_host_memory_is_pinned_and_the_device_s_is_free() -> None:
+    place = Place("cuda", True)
+    mlp = MLP("scaled_swiglu", hidden=1024, intermediate=512)
+    splits = full("two", 4096, 4096)
+    model = place.build(mlp, splits)
+    inputs = Inputs.random(splits, 1024, "cuda", torch.bfloat16)
+    kept = []
+    for marked in (False, True):
+        if marked:
+            model.act.offload_saved()
+            model._module_groups = None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y = model(inputs.x.requires_grad_(), *mlp.extras(splits.tensor("cuda"), inputs.probs))
+        kept.append(torch.cuda.memory_allocated() - before)
+        y.backward(inputs.dy)
+        del y
+    assert kept[0] - kept[1] == 8192 * 1024 * 2  # the pre-activation

@@ -33,6 +33,9 @@ class FusedGroupedLinear(FusedOperation):
         super().__init__(basic_ops)
         self.fc, _ = linear_at(self.fusible_parts(), 0)
 
+    def keeps(self) -> dict[int, int]:
+        return {0: 0}
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -88,6 +91,9 @@ class GroupedLinearActivation(FusedOperation):
         self.fc, at = linear_at(ops, 0)
         self.act = activation_at(ops, at)
         self.order, self.block = interleaves(self.fc, self.act)
+
+    def keeps(self) -> dict[int, int]:
+        return {0: 0, 1: self.act.at}
 
     def fuser_forward(
         self,

@@ -44,6 +44,9 @@ class GroupedLinearFp8(FusedOperation):
         super().__init__(basic_ops)
         self.fc, _ = linear_at(self.fusible_parts(), 0)
 
+    def keeps(self) -> dict[int, int]:
+        return {4: 0, 5: 0}
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -107,6 +110,9 @@ class GroupedLinearActivationFp8(FusedOperation):
         ops = self.fusible_parts()
         self.fc, at = linear_at(ops, 0)
         self.act = activation_at(ops, at)
+
+    def keeps(self) -> dict[int, int]:
+        return {2: self.act.at, 4: 0, 5: 0}
 
     def fuser_forward(
         self,

@@ -51,6 +51,9 @@ class GroupedMLP(FusedOperation):
             raise TypeError(f"GroupedMLP takes linear, activation, linear; got {len(ops) - end} more ops")
         self.order, self.block = interleaves(self.fc1, self.act)
 
+    def keeps(self) -> dict[int, int]:
+        return {0: 0, 1: self.fc2.at, 2: self.act.at}
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],

@@ -62,6 +62,9 @@ class GroupedMLPFp8(FusedOperation):
         linears = QuantizedLinear(ops[:at]), QuantizedLinear(ops[self.fc2.at :])
         self.unfused = Unfused([linears[0], *ops[at : self.fc2.at], linears[1]])
 
+    def keeps(self) -> dict[int, int]:
+        return {2: self.act.at, 6: 0, 7: 0, 8: self.fc2.at, 9: self.fc2.at}
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],

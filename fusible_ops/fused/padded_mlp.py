@@ -46,6 +46,9 @@ class PaddedMLP(FusedOperation):
         if end != len(ops):
             raise TypeError(f"PaddedMLP takes linear, activation, linear; got {len(ops) - end} more ops")
 
+    def keeps(self) -> dict[int, int]:
+        return {0: 0, 1: self.fc2.at, 2: self.act.at}
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
