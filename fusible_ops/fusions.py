@@ -55,6 +55,17 @@ def registered(ops: Sequence[BasicOperation], recipe: Any) -> tuple[Placed, Plac
     return tuple(_placed(_applied(functions, joint, recipe), ops) for functions in (FORWARD, BACKWARD))  # type: ignore[return-value]
 
 
+def told(ops: Sequence[BasicOperation], recipe: Any) -> list[str]:
+    """Which registered fusions take which of these ops, a line each; nothing where there are none."""
+    lines: list[str] = []
+    for direction, placed in zip(("forward", "backward"), registered(ops, recipe) or (), strict=False):
+        for op, span in placed:
+            if op.is_fused_op:
+                names = ", ".join(type(part).__name__ for part in ops[span])
+                lines.append(f"registered, {direction}: {type(op).__name__} takes {names}")
+    return lines
+
+
 def _applied(
     functions: Sequence[FusionFunction], ops: Sequence[FusibleOperation], recipe: Any
 ) -> Sequence[FusibleOperation]:

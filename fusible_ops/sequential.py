@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cute_kernels.scheduling import Sharing
 from cute_kernels.target import Target
+from fusible_ops import fusions
 from fusible_ops.autocast_mode import current_recipe, named
 from fusible_ops.fuser import AUTOMATIC, ON_UNFUSED, OperationFuser
 from fusible_ops.named import own_name
@@ -283,6 +284,7 @@ class Sequential(nn.Module):
         or None for the device of the parameters. dtype: as under `torch.autocast` in it; None: as the weights are.
         recipe: as under `autocast(recipe=recipe)`; None: as it is now. "auto" is shown as for very many rows, with the
         row count from which on it chooses so.
+        Fusions that were registered for all runs stand first: of their ops the rules get nothing, whatever follows.
         Returns text, or with as_data=True a list of dicts, one for each run of ops or plain module.
         """
         machine = self._target(target)
@@ -290,7 +292,11 @@ class Sequential(nn.Module):
         for group in self.groups():
             if isinstance(group, OperationFuser):
                 asked = current_recipe() if recipe is None else named(recipe)
-                parts.append(_explained(group, machine, dtype, asked, as_data))
+                told = _explained(group, machine, dtype, asked, as_data)
+                first = fusions.told(group.basic_ops, None if isinstance(asked, str) else asked)
+                if first:
+                    told = {**told, "registered": first} if as_data else "\n".join([*first, told])
+                parts.append(told)
             elif as_data:
                 parts.append({"module": type(group).__name__})
             else:

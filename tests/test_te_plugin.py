@@ -313,3 +313,35 @@ def test_all_of_their_activations_have_counterparts(te: Any) -> None:
     made.append(te.ScaledTanhSReLU(tanh_clamp_scale=2.0))
     (run,), unlike = runs_of(made)
     assert not unlike and [type(op).__name__.lower() for op in run.ours] == [type(op).__name__.lower() for op in made]
+
+
+def test_activations_may_go_to_the_cpu_and_weights_stay(te: Any) -> None:
+    """Where their CPU offload is on, what we keep is marked as they would mark it."""
+    from transformer_engine.pytorch import cpu_offload
+
+    marks: dict[str, list[Tensor]] = {"activation": [], "not": []}
+    pair = Pair(te, bias=False)
+    recorded = {
+        "is_cpu_offload_enabled": lambda: True,
+        "mark_activation_offload": lambda *t: marks["activation"].extend(t),
+        "mark_not_offload": lambda *t: marks["not"].extend(t),
+    }
+    with mock.patch.multiple(cpu_offload, **recorded):
+        got = pair.train()
+    assert_alike(got, step(pair.ours, pair.mlp, pair.inputs))
+    weights = {p.untyped_storage().data_ptr() for p in pair.theirs.parameters()}
+    assert marks["not"] and all(t.untyped_storage().data_ptr() in weights for t in marks["not"])
+    assert {t.shape[1] for t in marks["activation"] if t.dim() == 2} == {64, 96}
+    assert not any(t.untyped_storage().data_ptr() in weights for t in marks["activation"])
+
+
+def test_parameters_that_somebody_replaces_are_seen(te: Any) -> None:
+    """What FSDP and expert parallelism do: other storage behind a parameter, other values in it."""
+    pair = Pair(te, bias=False)
+    pair.train()
+    with torch.no_grad():
+        for model in (pair.theirs, pair.ours):
+            for i, p in enumerate(model.parameters()):
+                p.grad = None
+                p.data = torch.full_like(p, 0.01 * (i + 1))
+    assert_alike(pair.train(), step(pair.ours, pair.mlp, pair.inputs))

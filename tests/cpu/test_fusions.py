@@ -105,7 +105,11 @@ def test_what_is_left_the_rules_take() -> None:
         ops.register_forward_backward_fusion(pairs(ScaledBias))
         got = step(model, mlp, inputs)
         names = [type(op).__name__ for op, _ in model._module_groups[0]._forward_ops]
+        text = model.explain()
     assert names == ["GroupedMLP", "ScaledBias"]
+    assert text.startswith(
+        "registered, forward: ScaledBias takes ConstantScale, Bias\nregistered, backward: ScaledBias"
+    )
     for name, want in wanted.items():
         assert_bitwise_equal(got[name], want, name)
 

@@ -361,3 +361,24 @@ def test_another_dtype_between_forward_and_backward() -> None:
         op.double()
         y.sum().backward()
         assert x.grad.dtype == torch.float32 and x.grad.isfinite().all()
+
+
+def test_main_grad_of_a_sharded_parameter_is_asked_for_anew() -> None:
+    """`__fsdp_param__`: the buffer comes from `get_main_grad()` at every backward, and dummies share their memory."""
+    op = ops.GroupedLinear(2, 8, 16, bias=False, accumulate_into_main_grad=True, device="cpu", dtype=torch.bfloat16)
+    buffers = {id(w): torch.zeros(w.shape) for w in op.parameters()}
+    for w in op.parameters():
+        w.__fsdp_param__, w.get_main_grad = True, lambda w=w: buffers[id(w)]
+        w.grad_added_to_main_grad, w.zero_out_wgrad = False, True
+    x, sizes = torch.randn(6, 8).bfloat16(), torch.tensor([2, 4])
+    for times in (1, 2):
+        op(x, sizes).sum().backward()
+        for w in op.parameters():
+            assert w.main_grad is buffers[id(w)] and w.grad_added_to_main_grad and not w.grad.any()
+        assert buffers[id(op.weight0)].abs().sum() > 0, times
+    first = {key: t.clone() for key, t in buffers.items()}
+    for w in op.parameters():
+        buffers[id(w)] = torch.zeros(w.shape)
+    op(x, sizes).sum().backward()
+    for w in op.parameters():
+        torch.testing.assert_close(buffers[id(w)] * 2, first[id(w)])
