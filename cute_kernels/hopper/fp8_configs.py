@@ -66,6 +66,35 @@ class Config:
 
 
 @dataclass(frozen=True)
+class OwnTiles:
+    """Static shape of a kernel whose warpgroups have tiles of 128 x 128 and rings of their own.
+
+    stages: of each ring, of 128 contracted elements. The rest as in `Config`.
+    """
+
+    stages: int = 3
+    strip: int = 8
+    producer_registers: int = 24
+    consumer_registers: int = 240
+
+    def smem_bytes(self) -> int:
+        """Upper bound of the shared memory used: operands, 9.25 KiB a warpgroup for its columns, and 1 KiB."""
+        return CONSUMERS * (self.stages * (2 * BLOCK * BLOCK + 640) + 9472) + 1024
+
+    def column_tiles(self, columns: int) -> int:
+        """Tiles that cover `columns` columns of the product."""
+        return -(-columns // BLOCK)
+
+    def refusals(self) -> tuple[str, ...]:
+        """Why this configuration cannot run; empty if it can."""
+        checks = (
+            (self.stages >= 3, "stages must be at least 3: two hold what is put aside while the next is filled"),
+            (self.smem_bytes() <= SMEM_BYTES, f"shared memory must fit {SMEM_BYTES} bytes; it is {self.smem_bytes()}"),
+        )
+        return tuple(text for holds, text in checks if not holds)
+
+
+@dataclass(frozen=True)
 class Options:
     """Static facts of one kernel.
 
@@ -76,7 +105,7 @@ class Options:
     """
 
     kind: str
-    config: Config
+    config: Config | OwnTiles
     activation: Activation | None = None
     straddles: bool = False
     halves: int = 1
@@ -102,13 +131,16 @@ class Options:
 LONG = 4096
 """Contracted elements from which on tiles of 192 columns were faster, by 6 % a column; shorter sums: as fast."""
 
+HANDED_OVER = ("clamped_swiglu", "qgeglu", "reglu")
+"""Activations whose gradient would spill in a warpgroup with a tile of its own."""
 
-def choose(kind: str, columns: int, contracted: int = 0) -> Config:
+
+def choose(kind: str, columns: int, contracted: int = 0, activation: Activation | None = None) -> Config | OwnTiles:
     """The configuration for one kernel; columns: of the product.
 
-    Products take 192 columns where that multiplies fewer zeros, or not many more of long sums. What is quantised leaves
-    64 KiB a tile to the finishing warpgroup: of an activation 256 columns of 16-bit pre-activation, of a gradient 128
-    columns of FP32 sums.
+    Products take 192 columns where that multiplies fewer zeros, or not many more of long sums. An activation hands 64
+    KiB a tile, 256 columns of 16-bit pre-activation, to a finishing warpgroup. So do gradients that need too many
+    registers for a warpgroup with a tile of its own: 128 columns of FP32 sums.
     """
     if kind == "store":
         narrow, wide = (-(-columns // n) * n for n in (192, 256))
@@ -116,6 +148,8 @@ def choose(kind: str, columns: int, contracted: int = 0) -> Config:
         return Config(192, chunks=(96, 96), pieces=4) if fewer else Config()
     if kind == "act":
         return Config(256, stages=3, consumer_registers=208, finishing_registers=72)
-    if kind == "dact":
+    if kind == "dact" and activation is not None and activation.kind in HANDED_OVER:
         return Config(128, stages=4, chunks=(64, 64), consumer_registers=144, finishing_registers=200)
+    if kind == "dact":
+        return OwnTiles()
     raise ValueError(f"kind must be 'store', 'act' or 'dact'; it is {kind!r}")

@@ -28,12 +28,16 @@ from cute_kernels.catalog import (
 from cute_kernels.facts import VECTOR_BYTES, TensorFacts, facts, facts_or_none
 from cute_kernels.fp8_reference import BLOCK, Fp8Copies, scales_in_row
 from cute_kernels.hopper.configs import grid_size
-from cute_kernels.hopper.fp8_configs import Options, choose
+from cute_kernels.hopper.fp8_configs import Config, Options, OwnTiles, choose
 from cute_kernels.hopper.operands import KEPT, check_offsets, check_shape, multiprocessors
 from cute_kernels.hopper.product_operands import check_factor, contiguous, factor_name, whole
 from cute_kernels.quantization.groups import padded_rows
 
-MODULE = "cute_kernels.hopper.fp8_grouped_gemm_kernel"
+MODULES = {
+    Config: "cute_kernels.hopper.fp8_grouped_gemm_kernel",
+    OwnTiles: "cute_kernels.hopper.fp8_dact_kernel",
+}
+"""The device module that a kind of configuration is for."""
 ARCH = SM90_FP8_GROUPED_GEMM.arch
 E4M3, FP32 = torch.float8_e4m3fn, torch.float32
 
@@ -211,7 +215,7 @@ def _dact_plan(
     _check_wanted(kernel, rowwise, columnwise, need_dbias)
     kernel.require(H=h, I=width, activation=activation.kind)
     options = Options(
-        "dact", choose("dact", width), activation=activation, factor=factor_name(probs), rowwise=rowwise,
+        "dact", choose("dact", width, h, activation), activation=activation, factor=factor_name(probs), rowwise=rowwise,
         columnwise=columnwise, power_of_two=power_of_two, has_dprobs=need_dprobs, has_dbias=need_dbias,
         alone=need_dbias and sm_margin > 0,
     )  # fmt: skip
@@ -241,7 +245,7 @@ def _run(plan: Plan, operands: tuple[Tensor, ...], epilogue: tuple[Any, ...]) ->
     """Launch on the current stream of the operands' device; nothing where there are no rows."""
     if plan.rows:
         stream = launch.current_stream(operands[0].device)
-        launch.kernel(MODULE, plan.options, ARCH)(*operands, epilogue, plan.grid, stream)
+        launch.kernel(MODULES[type(plan.options.config)], plan.options, ARCH)(*operands, epilogue, plan.grid, stream)
 
 
 def _check_product(

@@ -9,21 +9,23 @@ import pytest
 
 from cute_kernels import launch
 from cute_kernels.activation import Activation
-from cute_kernels.hopper.fp8_configs import Options, choose
+from cute_kernels.catalog import SM90_ACTIVATIONS
+from cute_kernels.hopper.fp8_configs import Options, OwnTiles, choose
+from cute_kernels.hopper.fp8_grouped_gemm import MODULES
 from tests.cpu.test_compile_grouped_gemm import read
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile")
 
-MODULE = "cute_kernels.hopper.fp8_grouped_gemm_kernel"
 SWIGLU, GELU = Activation("swiglu"), Activation("gelu")
 CLAMPED = Activation("clamped_swiglu", 7.0, 1.702, 1.0)
 BOTH = {"rowwise": True, "columnwise": True, "factor": "float32"}
 EVERYTHING = {**BOTH, "has_bias": True, "keeps": True}
 GRADIENTS = {**BOTH, "has_dprobs": True, "has_dbias": True}
+OTHERS = [kind for kind in SM90_ACTIVATIONS if kind not in ("clamped_swiglu", "geglu", "relu")]
 
 
 def options(kind: str, columns: int = 1024, **facts) -> Options:
-    return Options(kind, choose(kind, columns), **facts)
+    return Options(kind, choose(kind, columns, activation=facts.get("activation")), **facts)
 
 
 CASES = {
@@ -40,19 +42,24 @@ CASES = {
     "dact_margin": options("dact", activation=SWIGLU, alone=True, **GRADIENTS),
     "dact_geglu_fp32_scales": options("dact", activation=Activation("geglu"), power_of_two=False, **GRADIENTS),
     "dact_relu_columns": options("dact", activation=Activation("relu"), columnwise=True),
+    "dact_swiglu_rows": options("dact", activation=SWIGLU, rowwise=True),
+    **{f"dact_{kind}": options("dact", activation=Activation(kind), **GRADIENTS) for kind in OTHERS},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_compiles_without_spills_and_keeps_products_in_flight(case: str, tmp_path: Path) -> None:
-    compiled = launch.compile_only(MODULE, CASES[case], "sm_90a", f"--keep-ptx --keep-cubin --dump-dir {tmp_path}")
+    config = CASES[case].config
+    compiled = launch.compile_only(
+        MODULES[type(config)], CASES[case], "sm_90a", f"--keep-ptx --keep-cubin --dump-dir {tmp_path}"
+    )
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.__cubin__)
     usage = read("cuobjdump", ["--dump-resource-usage", str(cubin)])
     assert set(re.findall(r"(?:STACK|LOCAL):(\d+)", usage)) == {"0"}, usage
     sass = read("nvdisasm", ["-c", str(cubin)])
     assert not re.findall(r"\b(?:LDL|STL)\b", sass)
-    chunks, halves = len(CASES[case].config.chunks), CASES[case].halves
+    chunks, halves = 4 if isinstance(config, OwnTiles) else len(config.chunks), CASES[case].halves
     waits = len(re.findall(r"wgmma\.wait_group", compiled.__ptx__))
     assert waits == chunks * (3 if halves == 2 else 1)  # a second half's chunks are two products each
     assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == waits, "ptxas serialised the WGMMA pipeline (C75xx)"

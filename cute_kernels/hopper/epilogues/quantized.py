@@ -8,8 +8,7 @@ products hide it. Thread t has a patch of 16 rows x 8 columns: rows 16 (t // 16)
                   a row side by side; the columns' maxima are kept in registers, then gathered in shared memory
     second pass   the values are formed again, scaled for their columns, and leave as 16 bytes of each column
 
-Scales follow `quantization.quantize`: factor s = 448 / amax, 1 for an amax of 0, Inf or NaN, an infinite s becomes the
-largest finite FP32; a power of two is s without its mantissa. Stored is 1 / s.
+Scales are those of `fp8_scales`.
 """
 
 import functools
@@ -23,6 +22,7 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.cutlass_dsl import T, dsl_user_op, select_
 
 from cute_kernels.hopper.epilogues import epilogue
+from cute_kernels.hopper.fp8_scales import pack4, scales
 
 BLOCK = 128
 WARPS = 4
@@ -31,9 +31,6 @@ BATCH = 4
 """Rows of a patch that are formed together: a word of a column."""
 ACROSS = BLOCK // PATCH_COLS
 """Threads side by side over a row of the block."""
-LARGEST = 448.0
-INFINITE_BITS = 0x7F800000
-LARGEST_BITS = 0x7F7FFFFF
 
 
 class Desk(NamedTuple):
@@ -107,24 +104,6 @@ def float_of(bits, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def quotient(a, b, *, loc=None, ip=None):
-    """a / b in FP32, rounded to nearest."""
-    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
-    return Float32(_asm(T.f32(), operands, "div.rn.f32 $0, $1, $2;", "=f,f,f", loc, ip))
-
-
-@dsl_user_op
-def e4m3_word(values, *, loc=None, ip=None):
-    """Four FP32 values rounded to E4M3, in one 32-bit word."""
-    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in values]
-    text = """{ .reg .b16 low, high;
-        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-        mov.b32 $0, {low, high}; }"""
-    return Uint32(_asm(T.i32(), operands, text, "=r,f,f,f,f", loc, ip))
-
-
-@dsl_user_op
 def load_words(address, count: int, *, loc=None, ip=None):
     """2 or 4 words of shared memory, from a multiple of their size."""
     kind = llvm.StructType.get_literal([T.i32()] * count)
@@ -133,6 +112,13 @@ def load_words(address, count: int, *, loc=None, ip=None):
     constraints = "=r," * count + "r,~{memory}"
     found = _asm(kind, [Int32(address).ir_value(loc=loc, ip=ip)], text, constraints, loc, ip, effects=True)
     return [Uint32(llvm.extractvalue(T.i32(), found, [i], loc=loc, ip=ip)) for i in range(count)]
+
+
+@dsl_user_op
+def store_vector(address, values, *, loc=None, ip=None):
+    """Four FP32 values to shared memory, to a multiple of 16 bytes."""
+    operands = [Int32(address).ir_value(loc=loc, ip=ip)] + [Float32(x).ir_value(loc=loc, ip=ip) for x in values]
+    _asm(None, operands, "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f,~{memory}", loc, ip, effects=True)
 
 
 def widened(words):
@@ -146,22 +132,8 @@ def where(condition, yes, no):
 
 
 def factor_of(amax, power_of_two: bool):
-    """(s, 1 / s) of a block's amax.
-
-    A power of two needs no division: with m the mantissa of amax, 448 / amax = 1.75 / m times a power of two, and the
-    mantissa is cleared below 1 exactly if m > 1.75, which adding 0x1FFFFF carries into the exponent.
-    """
-    bits = bits_of(amax)
-    unusual = (bits == 0) | (bits >= INFINITE_BITS)
-    if power_of_two:
-        exponent = cutlass.min(262 - ((bits + 0x1FFFFF) >> 23), 254)
-        exponent = where(unusual, Int32(127), exponent)
-        inverse = cutlass.max((254 - exponent) << 23, 0x00400000)  # 2^-127 is subnormal
-        return float_of(exponent << 23), float_of(inverse)
-    factor = bits_of(quotient(LARGEST, amax))
-    factor = where(factor >= INFINITE_BITS, Int32(LARGEST_BITS), factor)
-    factor = float_of(where(unusual, Int32(0x3F800000), factor))
-    return factor, quotient(1.0, factor)
+    """(s, 1 / s) of a block's amax."""
+    return scales(bits_of(amax), power_of_two, "float32")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -246,7 +218,7 @@ class Block:
                         inverses[side] = where(lane % ACROSS == i, inverse, inverses[side])
                         column = part.column + desk.column()
                         if row < tile.end and column < part.limit:
-                            words = [e4m3_word([v * factor for v in values[at : at + 4]]) for at in (0, 4)]
+                            words = [pack4(*[v * factor for v in values[at : at + 4]]) for at in (0, 4)]
                             store_words(part.rows, Int64(row) * part.rows.shape[1] + column, words)
         for side in range_constexpr(self.sides):
             part = self.copies[side]
@@ -283,7 +255,7 @@ class Block:
                         values = [row[side][j] * factors[side * PATCH_COLS + j] for row in found]
                         for before in range_constexpr(PATCH_ROWS // BATCH - 1):
                             words[before, 4 * side + j] = words[before + 1, 4 * side + j]
-                        words[PATCH_ROWS // BATCH - 1, 4 * side + j] = e4m3_word(values)
+                        words[PATCH_ROWS // BATCH - 1, 4 * side + j] = pack4(*values)
             for side in range_constexpr(self.sides):
                 part = self.copies[side]
                 for j in range_constexpr(4):

@@ -111,6 +111,9 @@ class QuantizedActivate:
         factors = quantized.load_factors(args.probs, tile, desk)
         if args.preact is not None:
             self.store_preact(tile, pieces, desk)
+            if self.halves == 2 and args.columns is not None:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)  # values take the place of what they are formed from
+                cute.arch.sync_warp()
         for block in range(self.width // BLOCK):
             column = tile.column_tile * self.width + block * BLOCK
             copies = Copies(
@@ -157,11 +160,15 @@ class Activated(quantized.Block):
         chunk = desk.column() // 8
         piece = desk.warp // 2 * PIECES + 2 * self.block + chunk // 8
         row = desk.row() % epilogue.ROWS + i
-        start = desk.tile + piece * PIECE_BYTES + row * 128 + ((chunk % 8) ^ (i % 8)) * 16 + 2 * first
-        inputs = [
-            quantized.widened(quantized.load_words(start + half * 2 * PIECE_BYTES, count // 2))
+        vectors = [
+            desk.tile + piece * PIECE_BYTES + row * 128 + ((chunk % 8) ^ (i % 8)) * 16 + half * 2 * PIECE_BYTES
             for half in range(halves)
         ]
+        keeps = halves == 2 and self.copies[0].columns is not None
+        if keeps and not counts:  # FP32, four columns where gate lay and four where up lay
+            words = quantized.load_words(vectors[0] + first // 4 * 2 * PIECE_BYTES, 4)
+            return [[quantized.float_of(word) for word in words]]
+        inputs = [quantized.widened(quantized.load_words(vector + 2 * first, count // 2)) for vector in vectors]
         valid = self.tile.row + desk.row() + i < self.tile.end
         factor = None if self.factors is None else quantized.row_factor(self.factors, i, desk)
         result = []
@@ -169,4 +176,7 @@ class Activated(quantized.Block):
             value = curve.forward(facts, *(x[j] for x in inputs))
             value = value if factor is None else value * factor
             result.append(quantized.where(valid, value, Float32(0.0)))
+        if keeps:
+            for part, vector in enumerate(vectors):
+                quantized.store_vector(vector, result[4 * part : 4 * part + 4])
         return [result]
