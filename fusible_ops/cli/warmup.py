@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = HELP
     parser.add_argument("model", metavar="MODEL", help="see below")
     parser.add_argument("--arch", default="sm_90a", choices=[arch for arch in KNOWN_ARCHS if arch != "cpu"])
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the pack; made if it is not there")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the pack; made if it is not there")
     parser.add_argument("--inference", action="store_true", help="no backward")
     parser.add_argument("--autocast", choices=DTYPES, help="as under torch.autocast in this dtype")
     parser.add_argument("--recipe", choices=RECIPES, help="as under fusible_ops.autocast(recipe=...), its defaults")
@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.out is None and not arguments.list:
+        print("--out DIR must say where the pack goes; --list needs none, and compiles nothing", file=sys.stderr)
+        return 2
     use = Use(
         training=not arguments.inference,
         probs=DTYPES[arguments.probs],

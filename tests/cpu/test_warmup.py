@@ -172,8 +172,16 @@ def test_the_command_lists_kernels(tmp_path: Path, capsys: pytest.CaptureFixture
     listed = capsys.readouterr().out.splitlines()
     assert len(listed) == len(kernels_of(mlp(64, 32, 4), use=Use(training=False)))
     assert not (tmp_path / "pack").exists()
+    assert main(["warmup", "64,32,4", "--inference", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == listed
     assert main(["warmup", "64,32,4", "--out", str(tmp_path), "--arch", "sm_80"]) == 1
     assert "nothing is fused" in capsys.readouterr().out
+
+
+def test_the_command_is_told_where_the_pack_goes(capsys: pytest.CaptureFixture[str]):
+    assert main(["warmup", "64,32,4"]) == 2
+    said = capsys.readouterr()
+    assert "--out DIR" in said.err and "--list" in said.err and not said.out
 
 
 def test_python_m_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
