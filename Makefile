@@ -5,12 +5,14 @@
 #   make docs     the documentation, into out/site; a warning is an error
 #   make lint | format | types | bench | clean
 #
-# Variables: PYTHON (which Python makes the venv), TORCH (its version), EXTRAS (of pyproject.toml), ARGS (to the demo).
+# Variables: PYTHON (which Python makes the venv), TORCH (its version), EXTRAS (of pyproject.toml), ARGS (to the demo),
+# WORKERS (processes that run tests).
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
 EXTRAS ?= dev,examples,docs,cuda,blackwell
 ARGS ?=
+WORKERS ?= auto
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -40,7 +42,7 @@ demo: $(READY)
 test: lint types docs check
 
 check: $(READY)
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(WORKERS)
 
 lint: $(READY)
 	$(PY) -m ruff check .
