@@ -81,8 +81,9 @@ class OwnTiles:
         """Upper bound of the shared memory used: operands, 9.25 KiB a warpgroup for its columns, and 1 KiB."""
         return CONSUMERS * (self.stages * (2 * BLOCK * BLOCK + 640) + 9472) + 1024
 
-    def column_tiles(self, columns: int) -> int:
-        """Tiles that cover `columns` columns of the product."""
+    def column_tiles(self, columns: int, halves: int = 1) -> int:
+        """Tiles that cover `columns` columns of a product without halves."""
+        assert halves == 1
         return -(-columns // BLOCK)
 
     def refusals(self) -> tuple[str, ...]:

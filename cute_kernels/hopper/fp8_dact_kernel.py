@@ -319,7 +319,7 @@ class Fp8GroupedDact:
 
     def held(self, state, base):
         """The states of the stages that come before `state` and have not been released, in order."""
-        found = []
+        found: list = []
         for _ in range(HELD):
             state = state.clone()
             state.reverse()

@@ -98,7 +98,7 @@ class Fp8GroupedGemm:
     """The kernel for one set of options."""
 
     def __init__(self, options: Options):
-        config = options.config
+        config: Any = options.config
         self.tile_n, self.stages, self.strip, self.pieces = config.tile_n, config.stages, config.strip, config.pieces
         self.chunks = config.chunks
         self.starts = tuple(sum(self.chunks[:number]) for number in range(len(self.chunks)))
@@ -515,7 +515,7 @@ class BlockSums(ColumnSums):
 
 def make_epilogue(options: Options):
     """The epilogue object that the options ask for."""
-    config = options.config
+    config: Any = options.config
     cut = epilogue.Cut(config.tile_n, 1)
     if options.kind == "store":
         return Store(cut, config.pieces, zero_tail=True)

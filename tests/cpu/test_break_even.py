@@ -26,10 +26,10 @@ def mlp_of(shape: str) -> tuple[Linear, ...]:
 def test_seconds_by_hand() -> None:
     """One linear 1024 x 1024, 2^20 rows: arithmetic binds in all products."""
     linear, rows = (Linear(1, 1024, 1024),), 2**20
-    assert bf16_seconds(linear, rows) == pytest.approx(6 * rows * 2**20 / 660e12)
-    quantise = 4 * rows * 2048 / 3.6e12
-    assert fp8_seconds(linear, rows, False) == pytest.approx(18e-6 + quantise + 6 * rows * 2**20 / 1000e12)
-    assert fp8_seconds(linear, rows, True) - fp8_seconds(linear, rows, False) == pytest.approx(4 * 2**20 / 3.6e12)
+    assert bf16_seconds(linear, rows) == pytest.approx(6 * rows * 2**20 / 700e12)
+    quantise = 4 * rows * 2048 / 2.4e12
+    assert fp8_seconds(linear, rows, False) == pytest.approx(18e-6 + quantise + 6 * rows * 2**20 / 960e12)
+    assert fp8_seconds(linear, rows, True) - fp8_seconds(linear, rows, False) == pytest.approx(4 * 2**20 / 2.4e12)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
