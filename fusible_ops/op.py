@@ -130,9 +130,8 @@ class FusibleOperation(Offloads, nn.Module):
         """Run this op alone. `kwargs` reach its (first) basic op."""
         from fusible_ops.fuser import OperationFuser
 
-        basic_op_kwargs: list[dict[str, Any]] = [{} for _ in self.fusible_parts()]
-        basic_op_kwargs[0] = kwargs
-        return OperationFuser([self])(input_, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+        own = [kwargs, *[{} for _ in self.fusible_parts()[1:]]] if kwargs else None
+        return OperationFuser([self])(input_, *extra_inputs, basic_op_kwargs=own)
 
 
 class BasicOperation(GraphKey, FusibleOperation, ChannelEnds):
