@@ -44,12 +44,18 @@ _forbidden = 0  # how many `use_kernels` in force forbid compiling
 _packs: list[Path] = []  # of those in force, the latest first
 
 
-class MissingPackageError(RuntimeError):
+class NoKernelError(RuntimeError):
+    """A kernel that was asked for cannot be had on this machine."""
+
+
+class MissingPackageError(NoKernelError):
     """A package that compiling or loading kernels needs is not installed."""
 
 
-class CompileError(RuntimeError):
-    """A kernel did not compile. The same options are not tried again in this process."""
+class CompileError(NoKernelError):
+    """A kernel did not compile, or what was compiled does not load. The same options are not tried again in this
+    process.
+    """
 
 
 class CompileForbiddenError(RuntimeError):
@@ -220,7 +226,19 @@ def _stored(spec: Spec, directory: Path, most_bytes: int | None) -> Function:
     key, load = _key_and_load(spec)
     module, options, arch = spec
     facts = {"module": module, "options": repr(options), "arch": arch, "versions": toolchain()}
-    return cache.get_or_build(directory, key, facts, load, lambda folder: _export(spec, key, folder), most_bytes)
+    try:
+        return cache.get_or_build(directory, key, facts, load, lambda folder: _export(spec, key, folder), most_bytes)
+    except NoKernelError:
+        raise
+    except Exception as error:  # a foreign loader, and what it loads
+        raise _failed(spec, "load", error) from error
+
+
+def _failed(spec: Spec, does_not: str, error: Exception) -> CompileError:
+    """The error that names the kernel and keeps the cause, remembered so that it is never tried again."""
+    module, options, arch = spec
+    _failures[spec] = f"{module} does not {does_not} for {arch} with {options!r}: {error}"
+    return CompileError(_failures[spec])
 
 
 def _key_and_load(spec: Spec) -> tuple[str, Callable[[Path], Function]]:
@@ -244,9 +262,8 @@ def _export(spec: Spec, key: str, folder: Path) -> list[Path]:
         compile_only(module, options, arch).export_to_c(str(path), function_name=_name(key))
     except MissingPackageError:
         raise
-    except Exception as error:  # whatever the compiler raises: name the kernel, keep the cause, never try again
-        _failures[spec] = f"{module} does not compile for {arch} with {options!r}: {error}"
-        raise CompileError(_failures[spec]) from error
+    except Exception as error:  # whatever the compiler raises
+        raise _failed(spec, "compile", error) from error
     cache.log.info("compiled %s for %s in %.1f s", module, arch, time.perf_counter() - began)
     library = objects.link(path, target.c_linker())
     return [path] if library is None else [library, path]

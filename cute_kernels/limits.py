@@ -16,7 +16,7 @@ from cute_kernels.target import Package
 Facts = Mapping[str, object]
 Words = Mapping[str, str]
 
-STAGES = ("chain", "target", "recipe", "guard", "limit", "package", "shadowed", "call")
+STAGES = ("chain", "target", "recipe", "guard", "limit", "package", "shadowed", "call", "compile")
 INTERLEAVES = (1, 2, 4, 8, 16, 32, 64, 128)
 STORED_INTERLEAVES = (1, 8, 16, 32)
 """Blocks of gate and up columns of a weight stored [K, N], and of a pre-activation, that kernels read."""
@@ -26,6 +26,7 @@ _PHRASES = {
     "chain": "wants {wanted}; found {found}",
     "target": "needs {wanted}; this is {found}",
     "package": "needs {wanted}; {found}",
+    "compile": "needs {wanted}; {found}",
 }
 
 

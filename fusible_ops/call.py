@@ -12,8 +12,10 @@ from torch import Tensor
 from cute_kernels import reference
 from cute_kernels.activation_reference import rows_of
 from cute_kernels.facts import WITHOUT_MEMORY
+from cute_kernels.launch import NoKernelError
 from cute_kernels.ops import are_plain, entry_points
 from cute_kernels.scheduling import ALONE, LONG_ROWS, Sharing
+from fusible_ops.fallback import give_up, run_unfused
 from fusible_ops.op import OperationContext
 from fusible_ops.parameters import Held
 from fusible_ops.quantized_tensor import QuantizedTensor
@@ -77,17 +79,23 @@ class Call:
         fuser, contexts = self.fuser, self.contexts
         if fuser.lead is not None:
             x = tokens_only(x, offsets_in(self._splits(fuser.lead), x))
-        for step in self.route.steps:
+        at = 0
+        while at < len(self.route.steps):
+            step = self.route.steps[at]
             span = step.span
-            with shown(step.name, "forward"):
-                x, _ = step.op.fuser_forward(
-                    contexts[span],
-                    x,
-                    basic_op_extra_inputs=self.extra_inputs[span],
-                    prev_op_grad_output_quantizer=step.before,
-                    next_op_input_quantizer=step.after,
-                    basic_op_kwargs=self.kwargs[span],
-                )
+            try:
+                with shown(step.name, "forward"):
+                    x, _ = step.op.fuser_forward(
+                        contexts[span],
+                        x,
+                        basic_op_extra_inputs=self.extra_inputs[span],
+                        prev_op_grad_output_quantizer=step.before,
+                        next_op_input_quantizer=step.after,
+                        basic_op_kwargs=self.kwargs[span],
+                    )
+                at += 1
+            except NoKernelError as error:
+                self.route = run_unfused(self, step, error, recorded)
         if fuser.trail is not None:
             self.trail_offsets = offsets_in(self._splits(fuser.trail), x)
             x = tokens_only(x, self.trail_offsets)
@@ -139,10 +147,13 @@ class Call:
             if grad is None or not any(ctx.requires_grad for ctx in own):
                 grad = None
                 break
-            with shown(step.name, "backward"):
-                grad, param_grads[step.span], extra_grads[step.span] = step.op.fuser_backward(
-                    own, grad, basic_op_grad_extra_outputs=[()] * len(own)
-                )
+            try:
+                with shown(step.name, "backward"):
+                    grad, param_grads[step.span], extra_grads[step.span] = step.op.fuser_backward(
+                        own, grad, basic_op_grad_extra_outputs=[()] * len(own)
+                    )
+            except NoKernelError as error:
+                give_up(self, step, error)
             for ctx in own:
                 ctx.saved_tensors = ()
         return self.flat(grad, param_grads, extra_grads)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.launch import NoKernelError
 from fusible_ops import offload
 from fusible_ops.call import (
     Call,
@@ -22,6 +23,7 @@ from fusible_ops.call import (
     tokens_only,
     without_autocast,
 )
+from fusible_ops.fallback import give_up, run_unfused
 from fusible_ops.op import FusedOperation
 from fusible_ops.ranges import shown
 
@@ -44,7 +46,9 @@ class FullCall(Call):
         self.lead_offsets = self._offsets(fuser.lead, x)
         x = tokens_only(x, self.lead_offsets)
         outputs: list[Outputs] = [()] * len(contexts)
-        for step in self.route.steps:
+        at = 0
+        while at < len(self.route.steps):
+            step = self.route.steps[at]
             span = places[step.span]
             for i in span:
                 for j, source in enumerate(routing.sources[i]):
@@ -53,15 +57,20 @@ class FullCall(Call):
             for i in span:
                 source_of_splits = fuser.split_sources[i]
                 contexts[i].split_sizes = None if source_of_splits is None else self._splits(source_of_splits)
-            with shown(step.name, "forward"):
-                x, made = step.op.fuser_forward(
-                    contexts[step.span],
-                    x,
-                    basic_op_extra_inputs=given[step.span],
-                    prev_op_grad_output_quantizer=step.before,
-                    next_op_input_quantizer=step.after,
-                    basic_op_kwargs=self.kwargs[step.span],
-                )
+            try:
+                with shown(step.name, "forward"):
+                    x, made = step.op.fuser_forward(
+                        contexts[step.span],
+                        x,
+                        basic_op_extra_inputs=given[step.span],
+                        prev_op_grad_output_quantizer=step.before,
+                        next_op_input_quantizer=step.after,
+                        basic_op_kwargs=self.kwargs[step.span],
+                    )
+                at += 1
+            except NoKernelError as error:
+                self.route = run_unfused(self, step, error, recorded)
+                continue
             outputs[step.span] = self._checked(step.op, span, made)
             x = self._into(OUTPUT_BUFFER_KEY, [own.get(OUTPUT_BUFFER_KEY) for own in self.kwargs], span, span[-1], x)
         self.trail_offsets = self._offsets(fuser.trail, x)
@@ -157,10 +166,13 @@ class FullCall(Call):
             if dx is None or not any(ctx.requires_grad for ctx in own):
                 dx = None
                 break
-            with shown(step.name, "backward"):
-                dx, param_grads[step.span], extra_grads[step.span] = step.op.fuser_backward(
-                    own, dx, basic_op_grad_extra_outputs=grads[step.span]
-                )
+            try:
+                with shown(step.name, "backward"):
+                    dx, param_grads[step.span], extra_grads[step.span] = step.op.fuser_backward(
+                        own, dx, basic_op_grad_extra_outputs=grads[step.span]
+                    )
+            except NoKernelError as error:
+                give_up(self, step, error)
             for i in span:
                 contexts[i].saved_tensors = ()
                 for given, source in zip(extra_grads[i] or (), routing.sources[i], strict=False):

@@ -16,19 +16,21 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from cute_kernels.facts import WITHOUT_MEMORY, facts
+from cute_kernels.launch import NoKernelError
 from cute_kernels.ops import are_plain, formulas
 from cute_kernels.scheduling import ALONE, Sharing
 from cute_kernels.target import Target
 from fusible_ops.autocast_mode import current_recipe
 from fusible_ops.call import Call, autocast_dtype_on, owned, record, without_autocast
 from fusible_ops.channels import Routing
+from fusible_ops.fallback import refused
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, Shortcut
 from fusible_ops.parameters import Held
-from fusible_ops.planning import described, planned_steps, titled
+from fusible_ops.planning import described, failed_among, planned_steps, titled
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.recipe import Float8BlockScaling, Recipe
 from fusible_ops.route import Route, Step
-from patterns import RULES, Plan, Rule, plan
+from patterns import RULES, Plan, Refused, Rule, plan
 from patterns.break_even import least_rows, linears_of
 
 ON_UNFUSED = ("allow", "warn", "error")
@@ -97,6 +99,7 @@ class OperationFuser:
         self._context_kinds: dict[Any, list[type[OperationContext]]] = {}
         self._steps: dict[Any, tuple[Sequence[Step], Sequence[Step]]] = {}
         self._least_rows: dict[Any, int | None] = {}
+        self._failed: dict[Any, tuple[Refused, ...]] = {}
         self._check_widths()
 
     def _check_widths(self) -> None:
@@ -118,16 +121,32 @@ class OperationFuser:
         """What runs what on `target`. autocast_dtype: as under `torch.autocast`; None: as the weights are. recipe: the
         quantisation recipe.
         """
-        return plan(described(self.ops, self.names, autocast_dtype, recipe), target, self.rules)
+        failed = failed_among(self.ops, 0, self.failed(target, autocast_dtype, recipe))
+        return plan(described(self.ops, self.names, autocast_dtype, recipe), target, self.rules, failed)
+
+    def failed(self, target: Target, autocast_dtype: torch.dtype | None, recipe: Recipe | None) -> tuple[Refused, ...]:
+        """Fused steps whose kernels turned out not to be had there; `start` and `stop` count basic ops."""
+        return self._failed.get(self._kind(target, autocast_dtype, recipe), ())
+
+    def fail(self, route: Route, step: Step, error: NoKernelError) -> None:
+        """Remember that kernels of this step cannot be had: calls after this one run its ops unfused."""
+        key = self._kind(Target.of(route.device), route.autocast_dtype, route.recipe)
+        self._failed[key] = (*self._failed.get(key, ()), refused(step, error))
+        self._routes, self._recent, self._shortcuts = {}, [], []
+        self._steps, self._least_rows = {}, {}
+
+    def _kind(self, place: Any, autocast_dtype: torch.dtype | None, recipe: Recipe | None) -> Any:
+        """What a plan depends on: the machine or a device, and what else may differ between calls."""
+        return place, autocast_dtype, recipe, *[op.weight_dtype for op in self._linears]
 
     def steps(
-        self, x: Tensor, autocast_dtype: torch.dtype | None, recipe: Recipe | None
+        self, device: torch.device, autocast_dtype: torch.dtype | None, recipe: Recipe | None
     ) -> tuple[Sequence[Step], Sequence[Step]]:
-        """The steps for an input like x, forward and backward; planned when first asked."""
-        key = (x.device, autocast_dtype, recipe, *[op.weight_dtype for op in self._linears])
+        """The steps for inputs on `device`, forward and backward; planned when first asked."""
+        key = self._kind(device, autocast_dtype, recipe)
         steps = self._steps.get(key)
         if steps is None:
-            steps = self._steps[key] = planned_steps(self, x.device, autocast_dtype, recipe)
+            steps = self._steps[key] = planned_steps(self, device, autocast_dtype, recipe)
         return steps
 
     def least_rows(self, target: Target, autocast_dtype: torch.dtype | None = None) -> int | None:
@@ -199,6 +218,7 @@ class OperationFuser:
             else:
                 needs = (False, False, *[p.requires_grad for p in parameters], *[False] * len(extra_inputs))
                 y = owned(call.forward(x, needs, False), x)
+        route = call.route  # another one if a kernel did not compile
         if records in route.unshortened:
             route.unshortened.remove(records)
             self._shorten(route, call.contexts, x, extra_inputs)
@@ -296,7 +316,8 @@ class OperationFuser:
             has_rows = has_rows if op.keeps_rows else None
         plain = are_plain((x, *extra_inputs)) and are_plain(parameters)
         keeps_plans = kind is not None and self.routing.is_plain and all(own.is_packed for own in held)
-        route = Route(self.steps(x, autocast_dtype, recipe), autocast_dtype, recipe, plain, keeps_plans)
+        given = x.device, autocast_dtype, recipe
+        route = Route(self.steps(*given), *given, plain, keeps_plans)
         offloads = any(op.offload for op in self.basic_ops)
         route.is_full = offloads or not self.routing.is_plain or route.steps is not route.backward_steps
         if kind is not None and not basic_op_kwargs:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from fusible_ops import fusions
 from fusible_ops.op import FusedOperation, FusibleOperation
 from fusible_ops.recipe import Recipe
 from fusible_ops.route import Step
-from patterns import Chain, Plan, explain, plan
+from patterns import Chain, Plan, Refused, explain, plan
 
 if TYPE_CHECKING:
     from fusible_ops.fuser import OperationFuser
@@ -35,8 +35,11 @@ def planned_steps(
         return steps, steps
     taken = {i for placed in fused for op, span in placed if op.is_fused_op for i in range(span.start, span.stop)}
     rest: list[Step] = []
+    target = Target.of(device)
+    failed = fuser.failed(target, autocast_dtype, recipe)
     for start, ops, names in _runs(fuser, taken):
-        made = plan(described(ops, names, autocast_dtype, recipe), Target.of(device), fuser.rules)
+        chain = described(ops, names, autocast_dtype, recipe)
+        made = plan(chain, target, fuser.rules, failed_among(ops, start, failed))
         for step in _by_rules(made, ops, names, fuser.on_unfused, recipe):
             rest.append(replace(step, span=slice(start + step.span.start, start + step.span.stop)))
     forward, backward = (
@@ -83,6 +86,21 @@ def described(
     return Chain(tuple(specs), dtype_name(dtype), recipe_spec, autocast=autocast_dtype is not None)
 
 
+def failed_among(ops: Sequence[FusibleOperation], start: int, failed: Iterable[Refused]) -> tuple[Refused, ...]:
+    """Those of `failed` that took some of these ops, the first of which is basic op `start`, counted in these ops
+    instead of basic ops.
+    """
+    places = {start: 0}
+    for i, op in enumerate(ops):
+        start += len(op.fusible_parts())
+        places[start] = i + 1
+    return tuple(
+        replace(one, start=places[one.start], stop=places[one.stop])
+        for one in failed
+        if one.start in places and one.stop in places
+    )
+
+
 def titled(ops: Sequence[FusibleOperation], names: Sequence[str]) -> list[str]:
     """What errors call the ops."""
     return [f"{type(op).__name__} {op.name or name}".rstrip() for op, name in zip(ops, names, strict=True)]
@@ -105,7 +123,8 @@ def _by_rules(
         parts = [part for op in covered for part in op.fusible_parts()]
         if planned.rule is not None:
             name = f"{planned.rule.name} ({', '.join(titles)})"
-            steps.append(Step(_load(planned.rule.program)(parts), slice(at, at + len(parts)), name))
+            op = _load(planned.rule.program)(parts)
+            steps.append(Step(op, slice(at, at + len(parts)), name, rule=planned.rule.name))
         else:
             steps += _unfused(covered, titles, at, recipe)
         at += len(parts)

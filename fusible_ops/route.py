@@ -19,7 +19,8 @@ from fusible_ops.recipe import Recipe
 @dataclass(frozen=True)
 class Step:
     """`op` runs the basic ops of `span`. name: of the rule and its ops, or of the unfused op, for profilers. before,
-    after: the formats in which the steps around it quantise what it gives them, if they do.
+    after: the formats in which the steps around it quantise what it gives them, if they do. rule: the name of the rule
+    that planned it, if one did.
     """
 
     op: BasicOperation | FusedOperation
@@ -27,25 +28,28 @@ class Step:
     name: str
     before: Format | None = None
     after: Format | None = None
+    rule: str = ""
 
 
 class Route:
     """What calls with the same facts of all tensors, which require gradients alike, have in common.
 
-    steps, backward_steps: what runs forward, backward. autocast_dtype, recipe: those that are active. plain: all
-    tensors are (`ops.are_plain`).
+    steps, backward_steps: what runs forward, backward. device: x's. autocast_dtype, recipe: those that are active.
+    plain: all tensors are (`ops.are_plain`).
     keeps_plans: those facts say all about operands, so plans may be kept.
     """
 
     def __init__(
         self,
         steps: tuple[Sequence[Step], Sequence[Step]],
+        device: torch.device,
         autocast_dtype: torch.dtype | None,
         recipe: Recipe | None,
         plain: bool,
         keeps_plans: bool,
     ) -> None:
         self.steps, self.backward_steps = steps
+        self.device = device
         self.autocast_dtype, self.recipe = autocast_dtype, recipe
         self.plain, self.keeps_plans = plain, keeps_plans
         self.is_full = False

@@ -1,7 +1,8 @@
 """plan(chain, target, rules) -> Plan: which rule takes which ops, and every refusal that was met on the way.
 
 Pure and deterministic. At each position the rules are tried in table order; the first that matches, and whose
-conditions all hold, takes its ops. An op that no rule takes is a step of its own and runs unfused.
+conditions all hold, takes its ops. An op that no rule takes is a step of its own and runs unfused; so is each of those
+that a rule took before whose kernels turned out not to compile.
 """
 
 from __future__ import annotations
@@ -122,16 +123,18 @@ class Plan:
         }
 
 
-def plan(chain: Chain, target: Target, rules: tuple[Rule, ...] = RULES) -> Plan:
-    """The plan for `chain` on `target`; the same object again for equal arguments.
+def plan(chain: Chain, target: Target, rules: tuple[Rule, ...] = RULES, failed: tuple[Refused, ...] = ()) -> Plan:
+    """The plan for `chain` on `target`; the same object again for equal arguments. failed: steps of earlier plans that
+    could not run there.
 
     `TypeError` or `ValueError` for a rule set that is not a tuple of `Rule` with distinct names.
     """
-    return _plan(chain, target, check_rules(rules))
+    return _plan(chain, target, check_rules(rules), failed)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(chain: Chain, target: Target, rules: tuple[Rule, ...]) -> Plan:
+def _plan(chain: Chain, target: Target, rules: tuple[Rule, ...], failed: tuple[Refused, ...]) -> Plan:
+    lost = {(refused.rule, refused.start, refused.stop): refused for refused in failed}
     steps: list[Step] = []
     refusals: list[Refused] = []
     position = 0
@@ -143,7 +146,12 @@ def _plan(chain: Chain, target: Target, rules: tuple[Rule, ...]) -> Plan:
                 step = verdict
                 break
             refusals.append(verdict)
-        steps.append(step)
+        refused = None if step.rule is None else lost.get((step.rule.name, step.start, step.stop))
+        if refused is None:
+            steps.append(step)
+        else:
+            refusals.append(refused)
+            steps += [Step(None, i, i + 1) for i in range(step.start, step.stop)]
         position = step.stop
     return Plan(chain, target, tuple(steps), tuple(refusals))
 

@@ -87,7 +87,7 @@ class Joint:
         splits = [extras[span][op.split_sizes_slot] for op, span in self._grouped()]
         if any(t.dtype not in (torch.int32, torch.int64) for t in splits):
             return False
-        steps, _ = self.fuser.steps(x, autocast_dtype_on(x.device), self.recipe)
+        steps, _ = self.fuser.steps(x.device, autocast_dtype_on(x.device), self.recipe)
         return len(steps) == 1 and steps[0].op.is_fused_op
 
     def _grouped(self) -> list[tuple[GroupedLinear, slice]]:
