@@ -7,9 +7,10 @@ checkpoint does not tell whether a model is packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -51,26 +52,32 @@ def pack_glu_weights_(model: nn.Module, interleave: int = 32, optimizers: Iterab
 
     optimizers: those that hold its parameters. One that is made later: see `follow_packing`.
     Errors: ValueError, naming the ops, for rows that are packed, lie so already or do not divide, for quantised
-    weights, if there is no gated activation, for a block size that no kernel has; nothing is changed then.
+    weights, for an op or a parameter that is also used where its rows must stay, if there is no gated activation, for a
+    block size that no kernel has; nothing is changed then.
     """
     from fusible_ops.sequential import Sequential
 
+    optimizers = list(optimizers)
     if interleave not in INTERLEAVES:
         raise ValueError(f"interleave is {interleave!r}, needs one of {', '.join(map(str, INTERLEAVES))}")
     sequentials = [module for module in model.modules() if isinstance(module, Sequential)]
-    pairs = list({pair.act: pair for s in sequentials for pair in _pairs(s.named_basic_ops())}.values())
+    runs = [run for s in sequentials for run in s.named_basic_ops()]
+    pairs = list(_pairs(runs))
     if not pairs:
-        raise ValueError("pack_glu_weights_: there is no gated activation after a linear")
+        _refuse("there is no gated activation after a linear")
     for pair in pairs:
         why = pair.refusal(interleave)
         if why is not None:
-            raise ValueError(f"pack_glu_weights_: {pair.owner} {why}")
+            _refuse(f"{pair.owner} {why}")
+    _check_shared(model, runs, pairs)
+    turned: set[int] = set()
     with torch.no_grad():
-        for pair in pairs:
-            packing = Packing(pair.act.glu_interleave, interleave)
+        for pair, packing in [(pair, Packing(pair.act.glu_interleave, interleave)) for pair in pairs]:
             for op in pair.linears:
                 for name, p in op.named_parameters():
-                    _pack_parameter_(p, packing.into_memory, op.output_dim(name), optimizers)
+                    if id(p) not in turned:
+                        _pack_parameter_(p, packing.into_memory, op.output_dim(name), optimizers)
+                        turned.add(id(p))
                 op.packing = packing
             pair.act.glu_interleave_size = pair.act.glu_interleave = interleave
     for s in sequentials:
@@ -102,7 +109,11 @@ def follow_packing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: turned(state_dict, into_memory=True))
 
 
-def _pairs(named: Iterable[list[tuple[BasicOperation, str]]]) -> Iterator[_Pair]:
+_Named = list[tuple[BasicOperation, str]]
+"""The basic ops of a run, with what errors call them."""
+
+
+def _pairs(named: Iterable[_Named]) -> Iterator[_Pair]:
     """Every gated activation that follows a linear, of each run of basic ops."""
     for run in named:
         for at, (act, title) in enumerate(run):
@@ -113,6 +124,29 @@ def _pairs(named: Iterable[list[tuple[BasicOperation, str]]]) -> Iterator[_Pair]
             if linears and isinstance(linears[0], GroupedLinear | BasicLinear):
                 owner = f"{run[at - count][1]}, before {title},"
                 yield _Pair(tuple(linears), act, linears[0].out_features, owner)
+
+
+def _refuse(why: str) -> NoReturn:
+    raise ValueError(f"pack_glu_weights_: {why}")
+
+
+def _check_shared(model: nn.Module, runs: Sequence[_Named], pairs: Sequence[_Pair]) -> None:
+    """ValueError if an op or a parameter of a pair is also used where its rows would have to lie otherwise."""
+    uses = Counter(op for run in runs for op, _ in run)
+    packed = Counter(op for pair in pairs for op in (*pair.linears, pair.act))
+    rows: dict[int, tuple[object, ...]] = {}
+    for pair in pairs:
+        for op in (*pair.linears, pair.act):
+            if uses[op] != packed[op]:
+                _refuse(f"{pair.owner} shares {op.label()} with a run that is not packed")
+            for name, p in op.named_parameters():
+                how = pair.act.glu_interleave, op.output_dim(name), pair.width
+                if rows.setdefault(id(p), how) != how:
+                    _refuse(f"{pair.owner} shares {name} with an op whose rows lie otherwise")
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if module not in packed and id(p) in rows:
+                _refuse(f"{name} of a {type(module).__name__}, which is not packed, is a parameter of one that is")
 
 
 def _pack_parameter_(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fusible_ops as ops
-from fusible_ops.packing import follow_packing
+from fusible_ops.packing import follow_packing, pack_glu_weights_
 from tests.cases import Splits
 from tests.compare import assert_as_accurate, assert_bitwise_equal
 from tests.models import MLP, Inputs, as_if_on, step
@@ -189,3 +189,58 @@ def test_a_packed_model_is_planned_anew() -> None:
 def _extras() -> list[Tensor]:
     sizes = torch.tensor(SPLITS.sizes)
     return [sizes, torch.rand(16), sizes]
+
+
+def shared_layers(what: str) -> torch.nn.ModuleList:
+    """Two layers that have an op or weights in common."""
+    first, second = model(), model()
+    if what == "activation":
+        second[1] = first[1]
+    elif what == "linear":
+        second[0] = first[0]
+    else:
+        for name, p in first[0].named_parameters():
+            setattr(second[0], name, p)
+    return torch.nn.ModuleList([first, second])
+
+
+@pytest.mark.parametrize("what", ["activation", "linear", "weights"])
+def test_what_layers_share_is_packed_once(what: str) -> None:
+    layers, mlp = shared_layers(what), MLP("scaled_swiglu", hidden=16, intermediate=64)
+    inputs, before = Inputs.random(SPLITS, 16, "cpu", torch.float32), copy.deepcopy(layers.state_dict())
+    extras = mlp.extras(SPLITS.tensor("cpu"), inputs.probs)
+    want = [layer(inputs.x, *extras) for layer in layers]
+    pack_glu_weights_(layers, 32)
+    for layer, y in zip(layers, want, strict=True):
+        assert_bitwise_equal(layer(inputs.x, *extras), y)
+    for name, value in layers.state_dict().items():
+        assert_bitwise_equal(value, before[name], name)
+
+
+def test_what_is_shared_with_rows_that_stay_is_refused() -> None:
+    packed, linear = model(), model()[0]
+    linear.weight1 = packed[0].weight1
+    blocks = ops.Sequential(packed[0], ops.ScaledSwiGLU(glu_interleave_size=16))
+    weights = copy.deepcopy(packed.state_dict())
+    for other, why in [
+        (ops.Sequential(packed[0]), "shares GroupedLinear with a run that is not packed"),
+        (ops.Sequential(packed[1]), "shares ScaledSwiGLU with a run that is not packed"),
+        (ops.Sequential(linear), "weight1 of a GroupedLinear, which is not packed"),
+        (blocks, "weight0 with an op whose rows lie otherwise"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            pack_glu_weights_(torch.nn.ModuleList([packed, other]), 32)
+    for name, p in packed.named_parameters():
+        assert_bitwise_equal(p, weights[name], name)
+
+
+def test_optimizers_may_come_from_a_generator() -> None:
+    m = dense()
+    optimizer = torch.optim.AdamW(m.parameters())
+    m(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    m.pack_glu_weights_(32, (o for o in [optimizer]))
+    for number, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            assert_bitwise_equal(value, before[number][name], name)
