@@ -25,6 +25,9 @@ class ChannelEnds:
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
+    overwrites_extra_inputs: bool = False
+    overwrites_extra_grads: bool = False
+    """Whether forward writes into extra inputs, backward into gradients of extra outputs: channels give it copies."""
 
     def open_channels(self) -> None:
         """Every slot is the caller's."""

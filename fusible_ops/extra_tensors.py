@@ -15,7 +15,8 @@ class MakeExtraOutput(BasicOperation):
     """y = x, and x is an extra output besides: of the run, or of a channel.
 
     Backward: dx = dy + d_extra, where an extra output that nobody uses has none. in_place: dy is added into d_extra's
-    memory, which becomes dx; whoever holds that gradient sees it change.
+    memory, which becomes dx; whoever holds that gradient sees it change. What a channel gives is copied before, and an
+    expanded gradient is left alone.
     Source: the interface is that of transformer_engine.pytorch.ops.MakeExtraOutput (2.20).
     """
 
@@ -27,6 +28,10 @@ class MakeExtraOutput(BasicOperation):
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
         self.in_place = in_place
+
+    @property
+    def overwrites_extra_grads(self) -> bool:  # type: ignore[override]
+        return self.in_place
 
     def describe(self) -> OpSpec:
         return OpSpec("make_extra_output", self.name, {"in_place": self.in_place})
@@ -49,13 +54,15 @@ class MakeExtraOutput(BasicOperation):
         extra = basic_op_grad_extra_outputs[0][0]
         if extra is None:
             return grad_output, [()], [()]
-        return extra.add_(grad_output) if self.in_place else extra + grad_output, [()], [()]
+        in_place = self.in_place and 0 not in extra.stride()
+        return extra.add_(grad_output) if in_place else extra + grad_output, [()], [()]
 
 
 class AddExtraInput(BasicOperation):
     """y = extra + x. Its extra input: a tensor that adds to x.
 
-    Backward: dx = d_extra = dy. in_place: x is added into the memory of `extra`, which y is.
+    Backward: dx = d_extra = dy. in_place: x is added into the memory of `extra`, which y is. What a channel gives is
+    copied before, since ops in between may keep it for backward.
     Source: the interface is that of transformer_engine.pytorch.ops.AddExtraInput (2.20).
     """
 
@@ -66,6 +73,10 @@ class AddExtraInput(BasicOperation):
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
         self.in_place = in_place
+
+    @property
+    def overwrites_extra_inputs(self) -> bool:  # type: ignore[override]
+        return self.in_place
 
     def describe(self) -> OpSpec:
         return OpSpec("add_extra_input", self.name, {"in_place": self.in_place})

@@ -6,12 +6,14 @@ in host memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_kernels.launch import NoKernelError
+from cute_kernels.ops import are_plain
 from fusible_ops import offload
 from fusible_ops.call import (
     Call,
@@ -43,6 +45,8 @@ class FullCall(Call):
         fuser, routing, contexts, given = self.fuser, self.fuser.routing, self.contexts, self.extra_inputs
         places = range(len(contexts))
         self.grad_buffers = [own.get(GRAD_INPUT_BUFFER_KEY) for own in self.kwargs]
+        output_buffers = [own.get(OUTPUT_BUFFER_KEY) for own in self.kwargs]
+        read = [x, *chain(*given), *chain(*[own.parameters for own in self.held])] if any(self.kwargs) else []
         self.lead_offsets = self._offsets(fuser.lead, x)
         x = tokens_only(x, self.lead_offsets)
         outputs: list[Outputs] = [()] * len(contexts)
@@ -53,7 +57,8 @@ class FullCall(Call):
             for i in span:
                 for j, source in enumerate(routing.sources[i]):
                     if source is not None and source[0] not in span:
-                        given[i][j] = _fed(outputs[source[0]][source[1]], contexts[i].extra_wants[j])  # type: ignore[index]
+                        t = _fed(outputs[source[0]][source[1]], contexts[i].extra_wants[j])
+                        given[i][j] = t.clone() if fuser.basic_ops[i].overwrites_extra_inputs else t  # type: ignore
             for i in span:
                 source_of_splits = fuser.split_sources[i]
                 contexts[i].split_sizes = None if source_of_splits is None else self._splits(source_of_splits)
@@ -72,7 +77,7 @@ class FullCall(Call):
                 self.route = run_unfused(self, step, error, recorded)
                 continue
             outputs[step.span] = self._checked(step.op, span, made)
-            x = self._into(OUTPUT_BUFFER_KEY, [own.get(OUTPUT_BUFFER_KEY) for own in self.kwargs], span, span[-1], x)
+            x = self._into(OUTPUT_BUFFER_KEY, output_buffers, span, span[-1], x, read)
         self.trail_offsets = self._offsets(fuser.trail, x)
         x = tokens_only(x, self.trail_offsets)
         self.result_like = x.shape, x.dtype, x.device
@@ -133,8 +138,16 @@ class FullCall(Call):
                     )
         return made
 
-    def _into(self, key: str, buffers: Sequence[Tensor | None], span: range, at: int, t: Tensor) -> Tensor:
-        """t, moved into the buffer that the caller gave for op `at`, if there is one."""
+    def _into(
+        self,
+        key: str,
+        buffers: Sequence[Tensor | None],
+        span: range,
+        at: int,
+        t: Tensor,
+        read: Sequence[Tensor | None] = (),
+    ) -> Tensor:
+        """t, moved into the buffer that the caller gave for op `at`, if there is one. read: what must stay as it is."""
         owners = [owner for _, owner in self.fuser.named]
         for i in span:
             if buffers[i] is not None and i != at:
@@ -143,6 +156,8 @@ class FullCall(Call):
         if buffer is None:
             return t
         _check_buffer(owners[at], key, buffer, t)
+        if any(_overlap(buffer, other) for other in read):  # backward would take it for what it was
+            raise ValueError(f"{owners[at]}: {key!r} shares memory with an input or parameter of the run")
         with torch.no_grad():
             buffer.copy_(t)
         return torch.ops.aten._unsafe_view(buffer, buffer.shape)
@@ -177,8 +192,11 @@ class FullCall(Call):
                 contexts[i].saved_tensors = ()
                 for given, source in zip(extra_grads[i] or (), routing.sources[i], strict=False):
                     if given is not None and source is not None and source[0] not in span:
-                        before = grads[source[0]][source[1]]
-                        grads[source[0]][source[1]] = given if before is None else before + given
+                        i_source, j_source = source
+                        before = grads[i_source][j_source]
+                        if before is None and self.fuser.basic_ops[i_source].overwrites_extra_grads:
+                            given = given.clone()  # it may be what another op reads yet
+                        grads[i_source][j_source] = given if before is None else before + given
             if dx is not None:
                 dx = self._into(GRAD_INPUT_BUFFER_KEY, self.grad_buffers, span, span[0], dx)
         if dx is not None:
@@ -202,13 +220,30 @@ def _fed(t: Tensor | None, wanted: bool) -> Tensor | None:
 
 
 def _check_buffer(owner: str, key: str, buffer: Tensor, t: Tensor) -> None:
-    """ValueError unless t can be moved there."""
+    """ValueError unless t can be moved there, TypeError for what is no tensor."""
+    if not isinstance(buffer, Tensor):
+        raise TypeError(f"{owner}: {key!r} must be a tensor, got {type(buffer).__name__}")
     wanted, found = (t.shape, t.dtype, t.device), (buffer.shape, buffer.dtype, buffer.device)
     if wanted != found or not buffer.is_contiguous() or buffer.requires_grad:
         raise ValueError(
             f"{owner}: {key!r} must be contiguous, {tuple(t.shape)}, {t.dtype}, on {t.device}, no parameter; got "
             f"{tuple(buffer.shape)}, {buffer.dtype}, on {buffer.device}, requires_grad={buffer.requires_grad}"
         )
+
+
+def _overlap(a: object, b: object) -> bool:
+    """Whether both are plain tensors that reach over common bytes."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor) and are_plain((a, b))):
+        return False
+    if a.is_meta or not a.numel() or not b.numel():
+        return False
+    spans = [range(t.data_ptr(), t.data_ptr() + (_reach(t) + 1) * t.element_size()) for t in (a, b)]
+    return a.device == b.device and max(s.start for s in spans) < min(s.stop for s in spans)
+
+
+def _reach(t: Tensor) -> int:
+    """How many elements lie between the first and the last of t."""
+    return sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
 def separate(results: Sequence[Tensor], x: Tensor, call: FullCall) -> list[Tensor]:

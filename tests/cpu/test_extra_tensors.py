@@ -51,6 +51,37 @@ def test_add_extra_input(in_place: bool) -> None:
     assert (x.grad == 6).all() and (leaf.grad == 3).all()
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_residual_leaves_what_ops_in_between_keep(in_place: bool) -> None:
+    """In place too: the linear's weight gradient needs x as it was, and so does the caller."""
+    model = ops.Sequential(
+        ops.MakeExtraOutput(in_place=in_place).set_extra_output_channel(0, "residual", output_to_caller=False),
+        ops.Linear(8, 8, bias=False, device="cpu"),
+        ops.AddExtraInput(in_place=in_place).set_extra_input_channel(0, "residual"),
+    )
+    (x,) = tensors((4, 8))
+    before = x.detach().clone()
+    y = model(x)
+    y.sum().backward()
+    (weight,) = model.parameters()
+    assert_bitwise_equal(x.detach(), before)
+    torch.testing.assert_close(y, before @ weight.T + before)
+    torch.testing.assert_close(weight.grad, torch.ones(4, 8).T @ before)
+
+
+def test_a_gradient_that_a_weight_gradient_waits_for_stays() -> None:
+    model = ops.Sequential(
+        ops.MakeExtraOutput(in_place=True).set_extra_output_channel(0, "residual", output_to_caller=False),
+        ops.GroupedLinear(1, 8, 8, bias=False, device="cpu", delay_wgrad_compute=True),
+        ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+    (x,), dy = tensors((4, 8)), torch.randn(4, 8)
+    model(x, torch.tensor([4])).backward(dy)
+    model[1].backward_dw()
+    torch.testing.assert_close(model[1].weight0.grad, dy.T @ x.detach())
+    torch.testing.assert_close(x.grad, dy @ model[1].weight0 + dy)
+
+
 def test_results_come_in_the_order_of_ops_and_lie_where_they_are_said_to() -> None:
     model = ops.Sequential(
         ops.MakeExtraOutput(), ops.Bias(8, device="cpu"), ops.MakeExtraOutput(),
@@ -242,3 +273,25 @@ def test_the_callers_buffers(fused: bool) -> None:
                 model(inputs.x, *mlp.extras(TAIL.tensor(), inputs.probs), op_kwargs={0: {"output": inputs.x}})
         with pytest.raises(TypeError, match="takes no keyword argument"):
             model(inputs.x, *mlp.extras(TAIL.tensor(), inputs.probs), op_kwargs={0: {"outptu": inputs.x}})
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_output_buffer_in_memory_that_the_run_reads_is_refused(fused: bool) -> None:
+    """Backward would take what lies there then for the input."""
+    place, mlp = Place("cpu", fused), MLP("scaled_swiglu")
+    with place.context():
+        model, inputs = place.build(mlp, TAIL), Inputs.random(TAIL, mlp.hidden, "cpu", torch.bfloat16)
+        extras = mlp.extras(TAIL.tensor("cpu"), inputs.probs)
+        with pytest.raises(ValueError, match="shares memory with an input or parameter"):
+            model(inputs.x, *extras, op_kwargs={2: {OUTPUT_BUFFER_KEY: inputs.x}})
+        both = torch.empty(2, *inputs.x.shape, dtype=torch.bfloat16)
+        x = both[0].copy_(inputs.x)
+        y = model(x, *extras, op_kwargs={2: {OUTPUT_BUFFER_KEY: both[1]}})
+        assert_bitwise_equal(y, model(inputs.x, *extras))
+
+
+@pytest.mark.parametrize("key", [OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY])
+def test_a_buffer_that_is_no_tensor(key: str) -> None:
+    model, x = ops.GroupedLinear(2, 16, 16, device="cpu"), torch.randn(4, 16, requires_grad=True)
+    with pytest.raises(TypeError, match="must be a tensor, got int"):
+        ops.Sequential(model)(x, torch.tensor([2, 2]), op_kwargs={0: {key: 5}}).sum().backward()
