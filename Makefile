@@ -42,7 +42,7 @@ demo: $(READY)
 test: lint types docs check
 
 check: $(READY)
-	$(PY) -m pytest -n $(WORKERS)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(READY)
 	$(PY) -m ruff check .
