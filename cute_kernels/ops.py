@@ -35,6 +35,11 @@ from cute_kernels.fp8_ops import fp8_grouped_wgrad_ as fp8_grouped_wgrad_
 from cute_kernels.fp8_ops import fp8_quantize as fp8_quantize
 from cute_kernels.fp8_ops import fp8_quantize_weight as fp8_quantize_weight
 from cute_kernels.fp8_ops import padded_group_offsets as padded_group_offsets
+from cute_kernels.padded_mxfp8_ops import padded_mxfp8_gemm as padded_mxfp8_gemm
+from cute_kernels.padded_mxfp8_ops import padded_mxfp8_gemm_act as padded_mxfp8_gemm_act
+from cute_kernels.padded_mxfp8_ops import padded_mxfp8_gemm_dact as padded_mxfp8_gemm_dact
+from cute_kernels.padded_mxfp8_ops import padded_mxfp8_wgrad as padded_mxfp8_wgrad
+from cute_kernels.padded_mxfp8_ops import padded_mxfp8_wgrad_ as padded_mxfp8_wgrad_
 from cute_kernels.padded_ops import padded_gemm as padded_gemm
 from cute_kernels.padded_ops import padded_gemm_act as padded_gemm_act
 from cute_kernels.padded_ops import padded_gemm_dact as padded_gemm_dact

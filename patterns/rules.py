@@ -18,6 +18,7 @@ LINEAR_ACTIVATION_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearActiv
 LINEAR_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearFp8"
 GROUPED_MLP = "fusible_ops.fused.grouped_mlp:GroupedMLP"
 PADDED_MLP = "fusible_ops.fused.padded_mlp:PaddedMLP"
+PADDED_MLP_MXFP8 = "fusible_ops.fused.padded_mlp_mxfp8:PaddedMLPMxfp8"
 LINEAR_ACTIVATION = "fusible_ops.fused.grouped_linear:GroupedLinearActivation"
 LINEAR = "fusible_ops.fused.grouped_linear:FusedGroupedLinear"
 
@@ -242,8 +243,13 @@ def _sm100_rules() -> tuple[Rule, ...]:
             (f"grouped_mlp_srelu_{format}_sm100", _SRELU, _sm100_srelu_mlp(format), srelu),
         ):
             pattern = (slot("fc1", "grouped_linear"), act, slot("fc2", "grouped_linear"))
-            missing = f"the fused operation that would call these kernels in {format.upper()} is not in this version"
-            made.append(Rule(name, pattern, (*recipe, *grouped), PADDED_MLP, kernels, example, missing=missing))
+            program, missing = PADDED_MLP_MXFP8, ""
+            if (format, act) != ("mxfp8", _GLU):
+                program = PADDED_MLP
+                missing = (
+                    f"the fused operation that would call these kernels in {format.upper()} is not in this version"
+                )
+            made.append(Rule(name, pattern, (*recipe, *grouped), program, kernels, example, missing=missing))
     return tuple(made)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cute_kernels import catalog
 from cute_kernels.activation import Activation
-from cute_kernels.blackwell import padded
+from cute_kernels.blackwell import padded, padded_mxfp8
 from cute_kernels.blackwell.dense import dense_srelu, dense_swiglu
 from cute_kernels.blackwell.dglu import dglu
 from cute_kernels.blackwell.glu import glu
@@ -115,7 +115,18 @@ CALLS: dict[str, tuple[catalog.Kernel, Call]] = {
     "MXFP8 quant: into FP8": (MX["gemm"], partial(quant, mxfp8(M, WIDTH), mxfp8(E, H, WIDTH), ENDS, dtype=E4M3)),
     "MXFP8 dglu": (MX["dglu"], partial(dglu, MX_DY, MX_W2_BACK, ENDS, PREACT, SWIGLU, **MX_GRAD)),
     "MXFP8 dglu: any clamp": (MX["dglu"], partial(dglu, MX_DY, MX_W2_BACK, ENDS, PREACT, OTHER_CLAMP, **MX_GRAD)),
+    "MXFP8 quant: from a column-wise weight, for a bias gradient": (
+        MX["gemm"],
+        partial(padded_mxfp8.padded_mxfp8_gemm_dact, *MX_DY, *MX_W2_BACK, ENDS, PREACT, SWIGLU, need_dbias=True),
+    ),
     "MXFP8 wgrad": (MX["wgrad"], partial(wgrad, mxfp8_columns(M, H), mxfp8_columns(M, WIDTH), ENDS)),
+    "MXFP8 wgrad: added to FP32": (
+        MX["wgrad"],
+        partial(
+            padded_mxfp8.padded_mxfp8_wgrad_, [torch.zeros(E, H, WIDTH)], *mxfp8_columns(M, H),
+            *mxfp8_columns(M, WIDTH), ENDS, True,
+        ),
+    ),
     "MXFP8 srelu: bias": (
         MX["srelu"],
         partial(srelu, mxfp8(M, H), mxfp8(E, WIDTH, H), ENDS, SRELU, PROBS, bf16(E, WIDTH), act_dtype=E4M3),

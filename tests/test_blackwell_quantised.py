@@ -25,7 +25,7 @@ from cute_kernels.blackwell.dense import dense_srelu, dense_swiglu, swapped_halv
 from cute_kernels.blackwell.dglu import dglu
 from cute_kernels.blackwell.glu import glu
 from cute_kernels.blackwell.glu_hadamard import glu_hadamard
-from cute_kernels.blackwell.operands import Operand, Quantised, group_tiles, operand
+from cute_kernels.blackwell.operands import Operand, Quantised, group_tiles, operand, tiles_of_rows
 from cute_kernels.blackwell.quant import quant
 from cute_kernels.blackwell.rows import PaddedGroups
 from cute_kernels.blackwell.srelu import dsrelu, srelu
@@ -349,6 +349,7 @@ def test_group_tiles_puts_the_tiles_of_a_group_together() -> None:
     tiles = torch.arange(8, dtype=torch.uint8).repeat_interleave(512).view(256, 16)
     got = group_tiles(tiles, ends).view(8, 512)[:, 0].tolist()
     assert got == [0, 1, 4, 5, 2, 6, 3, 7]
+    assert_bitwise_equal(tiles_of_rows(group_tiles(tiles, ends), ends), tiles, "back")
 
 
 def test_the_dense_kernel_s_halves_are_the_other_way_round() -> None:

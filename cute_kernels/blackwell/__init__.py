@@ -26,11 +26,16 @@ _MODULES = {
     "padded_gemm_dact": "padded",
     "padded_wgrad": "padded",
     "padded_wgrad_": "padded",
+    "padded_mxfp8_gemm": "padded_mxfp8",
+    "padded_mxfp8_gemm_act": "padded_mxfp8",
+    "padded_mxfp8_gemm_dact": "padded_mxfp8",
+    "padded_mxfp8_wgrad": "padded_mxfp8",
+    "padded_mxfp8_wgrad_": "padded_mxfp8",
 }
 
 
 def function(name: str) -> Callable:
-    """The host function called `name`, with the signature it has in `cute_kernels.blackwell.reference`."""
+    """The host function called `name`, with the signature it has in `reference` or `mxfp8_reference` there."""
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 

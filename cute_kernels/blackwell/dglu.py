@@ -24,8 +24,8 @@ from cute_kernels.blackwell.operands import (
 
 
 class Dglu(NamedTuple):
-    """dpreact: [M, 2I], BF16 or FP8, interleaved. dprobs: FP32 [M] or None. dbias: BF16 [E, 2I] or None. amax: FP32 [E]
-    of a BF16 dpreact, where scales are.
+    """dpreact: [M, 2I], of MXFP8 in FP8, else BF16, interleaved. dprobs: FP32 [M] or None. dbias: BF16 [E, 2I] or None.
+    amax: FP32 [E] of a BF16 dpreact, where scales are.
     """
 
     dpreact: Tensor | Quantised

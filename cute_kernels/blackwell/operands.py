@@ -151,15 +151,27 @@ def group_tiles(scale: Tensor, ends: Tensor) -> Tensor:
 
     A tile is 128 rows of X times 4 blocks: 128 rows of M in MXFP8, 64 in NVFP4. Groups begin and end at tiles.
     """
-    tiles = scale.reshape(scale.shape[-2] // TILE, -1, TILE * 4)
-    high, wide = tiles.shape[:2]
+    tiles, row, column = _tiles(scale, ends)
+    return tiles[row, column].reshape(scale.shape).view(scale.dtype)
+
+
+def tiles_of_rows(grouped: Tensor, ends: Tensor) -> Tensor:
+    """The inverse of `group_tiles`."""
+    tiles, row, column = _tiles(grouped, ends)
+    plain = torch.empty_like(tiles).index_put((row, column), tiles.flatten(0, 1))
+    return plain.reshape(grouped.shape).view(grouped.dtype)
+
+
+def _tiles(scale: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(the bytes as [row tiles, column tiles, bytes of one], row and column of each tile in the order by groups)."""
+    high, wide = scale.shape[-2] // TILE, scale.shape[-1] // 4
     ends = ends.long() * wide // ends[-1:].clamp(min=1)  # in tiles
     starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
     place = torch.arange(high * wide, device=scale.device)
     group = torch.bucketize(place, high * ends, right=True).clamp_(max=ends.shape[0] - 1)
     first, width = starts[group], (ends - starts)[group].clamp(min=1)
     row, column = (place - high * first) // width, first + (place - high * first) % width
-    return tiles.view(torch.uint8)[row, column].reshape(scale.shape).view(scale.dtype)
+    return scale.view(torch.uint8).reshape(high, wide, TILE * 4), row, column
 
 
 def act_func(activation: Activation) -> str:

@@ -13,8 +13,8 @@ from cute_kernels.blackwell.dglu import dglu
 from cute_kernels.blackwell.gemm import gemm
 from cute_kernels.blackwell.glu import glu
 from cute_kernels.blackwell.operands import Operand
-from cute_kernels.blackwell.wgrad import wgrad
-from cute_kernels.reference import as_stacked, each_group
+from cute_kernels.blackwell.wgrad import wgrad, wgrad_into
+from cute_kernels.reference import as_stacked
 
 
 def padded_gemm(
@@ -73,17 +73,7 @@ def padded_wgrad(dy: Tensor, x: Tensor, ends: Tensor, sm_margin: int = 0) -> Ten
 def padded_wgrad_(
     out: Sequence[Tensor], dy: Tensor, x: Tensor, ends: Tensor, accumulate: bool = False, sm_margin: int = 0
 ) -> None:
-    """Separate tensors are written one by one afterwards: the kernel writes one."""
-    if len(out) == 1 and out[0].dim() == 3:
-        wgrad(Operand(dy), Operand(x), ends, out[0], accumulate, sm_margin=sm_margin)
-        return
-    dw = out[0].new_empty(ends.shape[0], dy.shape[1], x.shape[1])
-    wgrad(Operand(dy), Operand(x), ends, dw, sm_margin=sm_margin)
-    for target, part in zip(each_group(out), dw.unbind(0), strict=True):
-        if accumulate:
-            target.add_(part)
-        else:
-            target.copy_(part)
+    wgrad_into(out, Operand(dy), Operand(x), ends, accumulate, sm_margin)
 
 
 def _rounded(probs: Tensor | None, like: Tensor) -> Tensor | None:

@@ -29,7 +29,7 @@ def quant(
     dtype: torch.dtype = torch.bfloat16,
     sm_margin: int = 0,
 ) -> Tensor | Quantised:
-    """y = α_g·x W_gᵀ (+ s·b_g); [M, N] in `dtype`: BF16, FP16, FP32, or of MXFP8 E4M3 or E5M2.
+    """y = α_g·x W_gᵀ (+ s·b_g); [M, N] in `dtype`: BF16, FP16, of MXFP8 E4M3 or E5M2, of NVFP4 FP32.
 
     weight [E, N, K], contiguous, or of MXFP8 the transposed view of [E, K, N] (its column-wise copy). bias [E, N] BF16;
     bias_scale: FP32 [M], the bias's alone, as in `gemm.gemm`. alpha, norm_const: as in `glu.glu`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from cute_kernels.blackwell.frontend import library, run
 from cute_kernels.blackwell.operands import Operand, check_scaled, scale_settings
+from cute_kernels.reference import each_group
 
 
 def wgrad(
@@ -57,3 +59,19 @@ def wgrad(
     limits |= {"N": n, "K": k, "G": experts}
     run(kernel, limits, "GroupedGemmWgradSm100", (experts, n, k), operands, settings, sm_margin, **more)
     return out
+
+
+def wgrad_into(
+    out: Sequence[Tensor], dy: Operand, x: Operand, ends: Tensor, accumulate: bool = False, sm_margin: int = 0
+) -> None:
+    """`wgrad` into one [E, N, K] or E [N, K] tensors. The kernel writes one: separate ones are written afterwards."""
+    if len(out) == 1 and out[0].dim() == 3:
+        wgrad(dy, x, ends, out[0], accumulate, sm_margin=sm_margin)
+        return
+    dw = out[0].new_empty(ends.shape[0], dy.data.shape[1], x.data.shape[1])
+    wgrad(dy, x, ends, dw, sm_margin=sm_margin)
+    for target, part in zip(each_group(out), dw.unbind(0), strict=True):
+        if accumulate:
+            target.add_(part)
+        else:
+            target.copy_(part)

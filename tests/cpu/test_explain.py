@@ -114,9 +114,8 @@ MISSING = (
         (
             replace(MOE, recipe=examples.MXFP8),
             "grouped_mlp_mxfp8_sm100",
-            ["act.glu_interleave_size is None, needs 32; pack_glu_weights_(interleave=32) does it", MISSING],
+            ["act.glu_interleave_size is None, needs 32; pack_glu_weights_(interleave=32) does it"],
         ),
-        (examples.MOE_MXFP8, "grouped_mlp_mxfp8_sm100", [MISSING]),
         (
             replace(MOE, recipe=examples.NVFP4),
             "grouped_mlp_nvfp4_sm100",
@@ -131,6 +130,11 @@ def test_blackwell_in_mxfp8_and_nvfp4(chain: Chain, rule: str, texts: list[str])
     (refused,) = [r for r in plan(chain, Target.named("sm_100a")).refusals if r.rule == rule and r.start == 0]
     name = "NVFP4" if "nvfp4" in rule else "MXFP8"
     assert [str(reason) for reason in refused.reasons] == [text.format(name) for text in texts]
+
+
+def test_blackwell_takes_glus_in_mxfp8() -> None:
+    found = plan(examples.MOE_MXFP8, Target.named("sm_100a"))
+    assert [step.rule and step.rule.name for step in found.steps] == ["grouped_mlp_mxfp8_sm100"]
 
 
 def test_blackwell_takes_no_gradients_in_e5m2() -> None:

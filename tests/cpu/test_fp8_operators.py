@@ -7,6 +7,10 @@ import torch
 
 from cute_kernels import fp8_reference, ops, registry
 from cute_kernels.activation import Activation
+from cute_kernels.blackwell import mxfp8_reference
+from cute_kernels.blackwell.operands import operand
+from cute_kernels.quantization.formats import mxfp8
+from cute_kernels.quantization.quantize import quantize
 from fusible_ops.sharing import BOUNDED
 from tests.compare import assert_bitwise_equal
 
@@ -37,6 +41,22 @@ CALLS = {
     ),
     "fp8_grouped_wgrad": (dy.data_t, dy.scale_t, x.data_t, x.scale_t, PADDED, 0),
     "fp8_grouped_wgrad_": ([torch.zeros(3, K, K)], dy.data_t, dy.scale_t, x.data_t, x.scale_t, PADDED, 0, True),
+}
+
+ENDS = torch.tensor([256, 256, 512], dtype=torch.int32)
+ROWS, COLUMNS = (mxfp8_reference.quantize_rows(torch.randn(512, K), ENDS, columnwise) for columnwise in (False, True))
+MX_W = [operand(quantize(w, mxfp8(), columnwise), mxfp8(), columnwise) for w, columnwise in ((W1, False), (W2, True))]
+MX_BACK, MX_ACT, MX_PROBS = (MX_W[1].data.mT, MX_W[1].scale), SWIGLU.encode(), torch.rand(512)
+
+CALLS |= {
+    "padded_mxfp8_gemm": (*ROWS, *MX_W[0], ENDS, torch.randn(3, N).bfloat16(), MX_PROBS),
+    "padded_mxfp8_gemm_act": (*ROWS, *MX_W[0], ENDS, MX_ACT, torch.randn(3, N).bfloat16(), MX_PROBS),
+    "padded_mxfp8_gemm_dact": (
+        *(*ROWS, *MX_BACK, ENDS, torch.randn(512, 2 * WIDTH).bfloat16(), MX_ACT),
+        *(MX_PROBS, True, True),
+    ),
+    "padded_mxfp8_wgrad": (*COLUMNS, *COLUMNS, ENDS),
+    "padded_mxfp8_wgrad_": ([torch.zeros(3, K, K)], *COLUMNS, *COLUMNS, ENDS, True),
 }
 
 

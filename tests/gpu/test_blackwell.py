@@ -6,11 +6,13 @@ Not run yet. The reference is `cute_kernels.blackwell.reference`; what it stands
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 
+import fusible_ops as ops
 from cute_kernels import launch
 from cute_kernels.activation import Activation
 from cute_kernels.blackwell import padded, reference
@@ -92,10 +94,11 @@ def test_products_and_weight_gradients(splits: Splits) -> None:
         assert_as_accurate(*out, f"accumulate={accumulate}")
 
 
+@pytest.mark.parametrize("recipe", [None, ops.MXFP8BlockScaling()], ids=["bf16", "mxfp8"])
 @pytest.mark.parametrize("activation", ["swiglu", "scaled_swiglu"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
-def test_layer(activation: str, bias: bool, splits: Splits) -> None:
+def test_layer(activation: str, bias: bool, splits: Splits, recipe: ops.Recipe | None) -> None:
     """A training step without a host sync: as accurate as unfused, and zero in the tail."""
     mlp = MLP(activation, HIDDEN, WIDTH, bias=bias, scale_bias=bias)
     model = mlp.build(splits, "cuda", torch.bfloat16, on_unfused="error")
@@ -103,10 +106,11 @@ def test_layer(activation: str, bias: bool, splits: Splits) -> None:
     plain.load_state_dict(model.state_dict())
     model.pack_glu_weights_()
     inputs = Inputs.random(splits, HIDDEN, "cuda", torch.bfloat16)
-    step(model, mlp, inputs, torch.int32)
-    with no_host_sync("cuda"):
-        fused = step(model, mlp, inputs, torch.int32)
-    unfused = step(plain, mlp, inputs)
+    with ops.autocast(recipe=recipe) if recipe else nullcontext():
+        step(model, mlp, inputs, torch.int32)
+        with no_host_sync("cuda"):
+            fused = step(model, mlp, inputs, torch.int32)
+        unfused = step(plain, mlp, inputs)
     exact = step(copy.deepcopy(plain).float(), mlp, inputs.to(torch.float32))
     for name, value in fused.items():
         if name.startswith("dfc1"):

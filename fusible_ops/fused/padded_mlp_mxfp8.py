@@ -1,0 +1,232 @@
+"""PaddedMLPMxfp8: a linear, a GLU and a linear in MXFP8 on Blackwell, by cuDNN Frontend's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from cute_kernels.blackwell.mxfp8_reference import quantize_rows
+from cute_kernels.blackwell.operands import operand
+from cute_kernels.blackwell.rows import PaddedGroups
+from cute_kernels.quantization.formats import Format
+from cute_kernels.quantization.quantize import Quantized, quantize
+from cute_kernels.quantization.scale_layout import from_storage
+from fusible_ops import casts
+from fusible_ops.fused.fp8_parts import DTYPE, Turned, plain_rows, turned
+from fusible_ops.fused.parts import (
+    Contexts,
+    LinearPart,
+    activation_at,
+    checked_dtype,
+    like_rows_of,
+    linear_at,
+    no_grads,
+    row_factor,
+    viewed,
+)
+from fusible_ops.fused.unfused import Unfused
+from fusible_ops.groups import same_values
+from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
+from fusible_ops.parameters import Unchanged, as_one
+from fusible_ops.quantized_linear import QuantizedLinear
+from fusible_ops.quantized_parameters import as_held
+from fusible_ops.quantized_tensor import QuantizedTensor
+
+
+class PaddedMLPMxfp8(FusedOperation):
+    """y = W2_g act(W1_g x + b1_g)·p + b2_g, grouped, under `MXFP8BlockScaling`, on rows padded as in `PaddedMLP`.
+
+    Forward: quantise x; product + activation (× probs) + quantise, the pre-activation kept in BF16; product (+ bias).
+    Backward: quantise dy; product + activation gradient + quantise; two weight gradients; the input's gradient. Weights
+    are quantised once per update; those that are held in MXFP8 are taken as they are. Of x and of the activation only
+    the copies along the rows are kept, of weights only the column-wise ones. x, dy and weights are quantised in
+    PyTorch, bias gradients summed there; for that of FC1 the activation's gradient is PyTorch's too.
+
+    Two linears that are given different split sizes run as they do unfused.
+    """
+
+    def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
+        super().__init__(basic_ops)
+        ops = self.fusible_parts()
+        self.fc1, at = linear_at(ops, 0)
+        self.act = activation_at(ops, at)
+        self.fc2, end = linear_at(ops, at + 1)
+        if end != len(ops):
+            raise TypeError(f"PaddedMLPMxfp8 takes linear, activation, linear; got {len(ops) - end} more ops")
+        self.unfused = Unfused([QuantizedLinear(ops[:at]), ops[at], QuantizedLinear(ops[at + 1 :])])
+
+    def keeps(self) -> dict[int, int]:
+        return {0: 0, 1: 0, 2: self.fc2.at, 3: self.fc2.at, 4: self.act.at}
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor]],
+        basic_op_kwargs: Sequence[dict[str, Any]],
+        **_: Any,
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
+        ctxs, extras = basic_op_ctxs, basic_op_extra_inputs
+        ctx, ctx2 = ctxs[0], ctxs[self.fc2.at]
+        ctx.same_splits = same_values(self.fc1.split_sizes(extras), self.fc2.split_sizes(extras))
+        if not ctx.same_splits:
+            return self.unfused.forward(ctxs, input_, extras, basic_op_kwargs)
+        kernels, dtype, recipe = ctx.kernels, checked_dtype(self.fc1.op, ctx, input_), ctx.recipe
+        assert recipe is not None
+        records = ctxs[-1].requires_grad
+        trains1, passes1 = (records and flag for flag in (ctx.wants[0], ctx.input_requires_grad))
+        trains2, passes2 = (records and flag for flag in (ctx2.wants[0], ctx2.input_requires_grad))
+        rows = plain_rows(input_)
+        groups = PaddedGroups(self.fc1.offsets(ctx.formulas, rows.shape[0], extras), rows.shape[0])
+        probs, scales = self.act.probs(extras), self.fc2.scales(extras)
+        factors = row_factor(scales, dtype)
+        padded_probs, padded_scales = (
+            None if t is None else groups.pad(t.float()) for t in (row_factor(probs, dtype), factors)
+        )
+        format = recipe.operand_format("weight")
+        w1, w2 = (
+            _weights(part, ctxs, format, passes, records) for part, passes in ((self.fc1, passes1), (self.fc2, passes2))
+        )
+        bias1, bias2 = self.fc1.bias(ctxs, dtype, records), self.fc2.bias(ctxs, dtype, records)
+        x = groups.pad(rows)
+        *act, act_t, act_t_scale, preact = kernels.padded_mxfp8_gemm_act(
+            *quantize_rows(x, groups.ends), *w1[:2], groups.ends, self.act.op.activation, bias1, padded_probs
+        )
+        y = groups.unpad(kernels.padded_mxfp8_gemm(*act, *w2[:2], groups.ends, bias2, padded_scales))
+        if records:
+            ctx.groups, ctx.input_shape, ctx.num_weights1 = groups, input_.shape, len(w1) - 2
+            ctx.probs_shape, ctx.scales_shape = (None if t is None else t.shape for t in (probs, scales))
+            for own, passes in ((ctx, passes1), (ctx2, passes2)):
+                if passes and isinstance(own.held.weights[0], QuantizedTensor):
+                    own.unchanged = Unchanged(own.held.weights)
+            ctx.save_for_backward(
+                *(quantize_rows(x, groups.ends, True) if trains1 else (None, None)),
+                *((act_t, act_t_scale) if trains2 else (None, None)),
+                preact if passes2 else None,
+                padded_probs,
+                factors,
+                bias2 if self.fc2.wants_dscales(ctxs) else None,
+                *w1[2:],
+                *w2[2:],
+            )
+        return like_rows_of(y, input_), [()] * len(ctxs)
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
+    ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
+        ctxs, ctx = basic_op_ctxs, basic_op_ctxs[0]
+        grads, extra_grads = no_grads(ctxs)
+        if not ctx.same_splits:
+            return self.unfused.backward(ctxs, grad_output, grads, extra_grads), grads, extra_grads
+        x, x_scale, act, act_scale, preact, probs, factors, bias2, *weights = ctx.take_saved()
+        w1, w2 = weights[: ctx.num_weights1], weights[ctx.num_weights1 :]
+        del weights
+        groups, kernels, ends = ctx.groups, ctx.kernels, ctx.groups.ends
+        rows = plain_rows(grad_output)
+        dy = groups.pad(rows)
+        db2 = None
+        if self.fc2.wants_dbias(ctxs):
+            db2 = ctx.formulas.grouped_dbias(rows, groups.offsets, factors)
+        if self.fc2.wants_dscales(ctxs):
+            dscales = ctx.formulas.grouped_dscale(rows, bias2, groups.offsets)
+            extra_grads[self.fc2.at] = [None, viewed(dscales, ctx.scales_shape)]
+        if act is not None:
+            dy_t = turned(*quantize_rows(dy, ends, True))
+            self._put_grads(self.fc2, ctxs, grads, dy_t, turned(act, act_scale), db2)
+        del act, act_scale
+        if preact is None:
+            return None, grads, extra_grads
+        *dpreact, dpreact_t, dpreact_t_scale, dprobs, db1 = kernels.padded_mxfp8_gemm_dact(
+            *quantize_rows(dy, ends),
+            w2[0].mT,
+            w2[1],
+            ends,
+            preact,
+            self.act.op.activation,
+            probs,
+            self.act.wants_dprobs(ctxs),
+            self.fc1.wants_dbias(ctxs),
+        )
+        del dy, preact
+        if dprobs is not None:
+            extra_grads[self.act.at] = [viewed(groups.unpad(dprobs), ctx.probs_shape)]
+        if x is not None:
+            self._put_grads(self.fc1, ctxs, grads, turned(dpreact_t, dpreact_t_scale), turned(x, x_scale), db1)
+        del x, x_scale, dpreact_t, dpreact_t_scale
+        dx = None
+        if w1:
+            dx = kernels.padded_mxfp8_gemm(*dpreact, w1[0].mT, w1[1], ends)
+            dx = viewed(groups.unpad(dx), ctx.input_shape)
+        return dx, grads, extra_grads
+
+    def _put_grads(
+        self,
+        part: LinearPart,
+        ctxs: Contexts,
+        grads: list[ParamGrads],
+        dy: Turned | None,
+        x: Turned | None,
+        db: Tensor | None,
+    ) -> None:
+        """The parameters' gradients of one linear into its place. db: its bias gradient, if that is wanted."""
+        groups, products = ctxs[0].groups, PaddedMxfp8Products(ctxs[0].kernels, ctxs[0].groups.ends)
+        part.put_grads(ctxs, grads, products, dy, x, groups.padded_offsets, db=db)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class PaddedMxfp8Products:
+    """Weight gradients of operands quantised along their padded rows, under the names that `WeightGrad` calls."""
+
+    kernels: Any
+    ends: Tensor
+
+    def grouped_wgrad(self, dy: Turned, x: Turned, offsets: Tensor, glu_interleave: int = 0) -> Tensor:
+        return self.kernels.padded_mxfp8_wgrad(*dy, *x, self.ends)
+
+    def grouped_wgrad_(
+        self, out: Sequence[Tensor], dy: Turned, x: Turned, offsets: Tensor, glu_interleave: int, accumulate: bool
+    ) -> None:
+        self.kernels.padded_mxfp8_wgrad_(out, *dy, *x, self.ends, accumulate)
+
+
+def _weights(part: LinearPart, ctxs: Contexts, format: Format, columnwise: bool, records: bool) -> list[Tensor]:
+    """A linear's weights [G, N, K] as the kernels read them: data, scales, and if `columnwise` those of the column-wise
+    copy. Quantised once per update, or as they are held.
+    """
+    own = ctxs[part.at].held
+    parameters = own.weights
+    if isinstance(parameters[0], QuantizedTensor):
+        held = as_held(own, columnwise, ctxs[part.at].owner)
+        if held.format == format:
+            return _as_operands(held.rowwise, held.columnwise, format, held=True)
+        return _quantized(held.dequantize(DTYPE), format, columnwise)
+
+    def make() -> list[Tensor]:
+        plain = as_one(parameters, 3).to(DTYPE)
+        return _quantized(plain.mT if own.transposed else plain, format, columnwise)
+
+    return casts.cast(parameters, (format, columnwise, own.transposed, "padded"), records, make)
+
+
+def _quantized(plain: Tensor, format: Format, columnwise: bool) -> list[Tensor]:
+    copies = quantize(plain, format, False), quantize(plain, format, True) if columnwise else None
+    return _as_operands(*copies, format)
+
+
+def _as_operands(
+    rowwise: Quantized | None, columnwise: Quantized | None, format: Format, held: bool = False
+) -> list[Tensor]:
+    """Data and scales of both copies, if there are both. held: their scales lie as a QuantizedTensor's."""
+    made: list[Tensor] = []
+    for direction, copy in ((False, rowwise), (True, columnwise)):
+        if copy is None:
+            continue
+        if held:
+            n, k = copy.data.shape[-2:]
+            copy = Quantized(copy.data, from_storage(copy.scale, format, n, k, direction))
+        made += [t for t in operand(copy, format, direction) if t is not None]
+    return made
