@@ -316,8 +316,8 @@ class OperationFuser:
             has_rows = has_rows if op.keeps_rows else None
         plain = are_plain((x, *extra_inputs)) and are_plain(parameters)
         keeps_plans = kind is not None and self.routing.is_plain and all(own.is_packed for own in held)
-        given = x.device, autocast_dtype, recipe
-        route = Route(self.steps(*given), *given, plain, keeps_plans)
+        like = x.device, autocast_dtype, recipe
+        route = Route(self.steps(*like), *like, plain, keeps_plans)
         offloads = any(op.offload for op in self.basic_ops)
         route.is_full = offloads or not self.routing.is_plain or route.steps is not route.backward_steps
         if kind is not None and not basic_op_kwargs:

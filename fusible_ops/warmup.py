@@ -103,6 +103,7 @@ def compile_pack(
     `launch.CompileError`.
     """
     launch.toolchain()
+    directory.mkdir(mode=0o755, parents=True, exist_ok=True)  # others may read it: a pack is handed on
     made = []
     context = multiprocessing.get_context("spawn")  # the compiler keeps its state in globals
     with ProcessPoolExecutor(max(1, min(jobs, len(specs))), mp_context=context) as pool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from importlib import import_module
+
+from fusible_ops.cli.models import NoModel
 
 COMMANDS = ("doctor", "explain", "warmup", "bench")
 
@@ -25,4 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     chosen = parser.parse_args(arguments)
-    return chosen.run(chosen)
+    try:
+        return chosen.run(chosen)
+    except NoModel as error:
+        print(f"fusible-ops: {error}", file=sys.stderr)
+        return 2

@@ -40,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("fusible-ops bench needs a CUDA device; --from FILE shows figures that were recorded", file=sys.stderr)
         return 2
+    for path in filter(None, (arguments.json, arguments.plot)):
+        path.parent.mkdir(parents=True, exist_ok=True)
     if arguments.json:
         report.write(arguments.json)
     if arguments.plot:

@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     chains = [module for module in load(arguments.model).modules() if isinstance(module, Sequential)]
     how = (arguments.arch, arguments.rows, dtype, recipe)
     if arguments.html:
+        arguments.html.parent.mkdir(parents=True, exist_ok=True)
         arguments.html.write_text("\n".join(picture(chain, *how) for chain in chains))
     if arguments.json:
         print(json.dumps([as_data(chain, *how) for chain in chains], indent=1))

@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,10 @@ MODEL is one of
   path/to/file.py:name  the same"""
 
 
+class NoModel(ValueError):
+    """What was given to a command names no model."""
+
+
 def mlp(
     hidden: int,
     intermediate: int,
@@ -48,7 +54,7 @@ def mlp(
     name = activation or ("ScaledSwiGLU" if experts else "SwiGLU")
     middle = getattr(fusible_ops, name, None)
     if not (isinstance(middle, type) and issubclass(middle, ActivationOperation)):
-        raise ValueError(f"activation is {name!r}, needs the name of an activation op, ScaledSwiGLU say")
+        raise NoModel(f"activation is {name!r}, needs the name of an activation op, ScaledSwiGLU say")
     op = middle(**(act or {}))
     wide = intermediate * op.activation.halves
     how = {"bias": False, "device": device, "dtype": getattr(torch, dtype), **(linear or {})}
@@ -57,30 +63,32 @@ def mlp(
 
 
 def load(text: str) -> nn.Module:
-    """The model that `text` (see `HELP`) names. ValueError if it names none."""
+    """The model that `text` (see `HELP`) names; modules are found in the current directory too. Raises NoModel."""
     if text.endswith(".json"):
         described = json.loads(Path(text).read_text())
         return nn.ModuleList(mlp(**layer) for layer in (described if isinstance(described, list) else [described]))
     if text.replace(",", "").isdigit():
         sizes = [int(size) for size in text.split(",")]
         if len(sizes) != 3:
-            raise ValueError(f"{text!r} has {len(sizes)} sizes, needs three: hidden, intermediate, experts")
+            raise NoModel(f"{text!r} has {len(sizes)} sizes, needs three: hidden, intermediate, experts")
         return mlp(sizes[0], sizes[1], sizes[2])
     place, _, name = text.rpartition(":")
     if not place:
-        raise ValueError(f"{text!r} is no model\n{HELP}")
+        raise NoModel(f"{text!r} is no model\n{HELP}")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` has it
     found = getattr(_file(Path(place)) if place.endswith(".py") else importlib.import_module(place), name)
     if not isinstance(found, nn.Module):
         found = found(device="meta") if "device" in inspect.signature(found).parameters else found()
     if not isinstance(found, nn.Module):
-        raise ValueError(f"{text} gave a {type(found).__name__}, needs an nn.Module")
+        raise NoModel(f"{text} gave a {type(found).__name__}, needs an nn.Module")
     return found
 
 
 def _file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.exists():
-        raise ValueError(f"there is no Python file {path}")
+        raise NoModel(f"there is no Python file {path}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

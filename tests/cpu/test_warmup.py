@@ -132,6 +132,7 @@ def test_pack_is_compiled_in_other_processes_once(tmp_path: Path):
     told = []
     made = compile_pack(specs, tmp_path / "pack", report=told.append)
     assert [kernel.new for kernel in made] == [True] and told == made
+    assert (tmp_path / "pack").stat().st_mode & 0o077 == 0o055, "another user may read it"
     launch.forget()
     assert launch.precompile(*specs[0], pack=tmp_path / "pack") is False
     launch.forget()
@@ -176,6 +177,21 @@ def test_the_command_lists_kernels(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.splitlines() == listed
     assert main(["warmup", "64,32,4", "--out", str(tmp_path), "--arch", "sm_80"]) == 1
     assert "nothing is fused" in capsys.readouterr().out
+
+
+def test_a_model_of_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Found whichever way the command was started; what is no model is said in words; folders of pages are made."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (tmp_path / "model_of_mine.py").write_text(
+        "import fusible_ops as fo\ndef make(device=None):\n    return fo.Sequential(fo.Linear(8, 8, device=device))\n"
+    )
+    assert main(["explain", "model_of_mine:make", "--html", "out/page.html"]) == 0
+    assert (tmp_path / "out" / "page.html").read_text().startswith("<!doctype html>")
+    assert main(["explain", "nothing"]) == 2
+    assert "'nothing' is no model" in capsys.readouterr().err
 
 
 def test_the_command_is_told_where_the_pack_goes(capsys: pytest.CaptureFixture[str]):
