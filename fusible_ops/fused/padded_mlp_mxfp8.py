@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from cute_kernels.blackwell.mxfp8_reference import quantize_rows
@@ -15,7 +16,7 @@ from cute_kernels.quantization.formats import Format
 from cute_kernels.quantization.quantize import Quantized, quantize
 from cute_kernels.quantization.scale_layout import from_storage
 from fusible_ops import casts
-from fusible_ops.fused.fp8_parts import DTYPE, Turned, plain_rows, turned
+from fusible_ops.fused.fp8_parts import DTYPE, plain_rows
 from fusible_ops.fused.parts import (
     Contexts,
     LinearPart,
@@ -135,8 +136,8 @@ class PaddedMLPMxfp8(FusedOperation):
             dscales = ctx.formulas.grouped_dscale(rows, bias2, groups.offsets)
             extra_grads[self.fc2.at] = [None, viewed(dscales, ctx.scales_shape)]
         if act is not None:
-            dy_t = turned(*quantize_rows(dy, ends, True))
-            self._put_grads(self.fc2, ctxs, grads, dy_t, turned(act, act_scale), db2)
+            dy_t = _along_rows(*quantize_rows(dy, ends, True))
+            self._put_grads(self.fc2, ctxs, grads, dy_t, _along_rows(act, act_scale), db2)
         del act, act_scale
         if preact is None:
             return None, grads, extra_grads
@@ -155,7 +156,9 @@ class PaddedMLPMxfp8(FusedOperation):
         if dprobs is not None:
             extra_grads[self.act.at] = [viewed(groups.unpad(dprobs), ctx.probs_shape)]
         if x is not None:
-            self._put_grads(self.fc1, ctxs, grads, turned(dpreact_t, dpreact_t_scale), turned(x, x_scale), db1)
+            self._put_grads(
+                self.fc1, ctxs, grads, _along_rows(dpreact_t, dpreact_t_scale), _along_rows(x, x_scale), db1
+            )
         del x, x_scale, dpreact_t, dpreact_t_scale
         dx = None
         if w1:
@@ -168,13 +171,37 @@ class PaddedMLPMxfp8(FusedOperation):
         part: LinearPart,
         ctxs: Contexts,
         grads: list[ParamGrads],
-        dy: Turned | None,
-        x: Turned | None,
+        dy: AlongRows | None,
+        x: AlongRows | None,
         db: Tensor | None,
     ) -> None:
         """The parameters' gradients of one linear into its place. db: its bias gradient, if that is wanted."""
         groups, products = ctxs[0].groups, PaddedMxfp8Products(ctxs[0].kernels, ctxs[0].groups.ends)
         part.put_grads(ctxs, grads, products, dy, x, groups.padded_offsets, db=db)  # type: ignore[arg-type]
+
+
+class AlongRows(NamedTuple):
+    """A matrix [M, C] quantised along its rows, as an operand of a weight gradient."""
+
+    data: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPE
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+
+def _along_rows(data: Tensor | None, scale: Tensor | None) -> AlongRows | None:
+    """An operand of a weight gradient; None if it was not kept."""
+    return None if data is None or scale is None else AlongRows(data, scale)
 
 
 @dataclass(frozen=True)
@@ -184,11 +211,11 @@ class PaddedMxfp8Products:
     kernels: Any
     ends: Tensor
 
-    def grouped_wgrad(self, dy: Turned, x: Turned, offsets: Tensor, glu_interleave: int = 0) -> Tensor:
+    def grouped_wgrad(self, dy: AlongRows, x: AlongRows, offsets: Tensor, glu_interleave: int = 0) -> Tensor:
         return self.kernels.padded_mxfp8_wgrad(*dy, *x, self.ends)
 
     def grouped_wgrad_(
-        self, out: Sequence[Tensor], dy: Turned, x: Turned, offsets: Tensor, glu_interleave: int, accumulate: bool
+        self, out: Sequence[Tensor], dy: AlongRows, x: AlongRows, offsets: Tensor, glu_interleave: int, accumulate: bool
     ) -> None:
         self.kernels.padded_mxfp8_wgrad_(out, *dy, *x, self.ends, accumulate)
 

@@ -160,6 +160,43 @@ def test_weights_held_in_mxfp8_are_taken_as_they_are(recipe: ops.Recipe) -> None
         assert_bitwise_equal(got[name], value, name)
 
 
+def test_fp32_weights_under_autocast_get_gradients_in_fp32() -> None:
+    mlp = MLP("scaled_swiglu", 160, 96, bias=True, interleave=32)
+    model, inputs = build(mlp, TAIL).float(), Inputs.random(TAIL, 160, "cpu", torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        fused = fused_step(model, mlp, inputs)
+        unfused = unfused_step(model, mlp, inputs, RECIPES[0])
+    exact = step(copy.deepcopy(model), mlp, inputs)
+    for name, value in fused.items():
+        assert value.dtype == unfused[name].dtype, name
+        if not name.endswith("1"):  # an expert without tokens
+            assert_as_accurate(value.float(), unfused[name].float(), exact[name], name)
+
+
+def test_weights_stored_by_column_saved_tensors_in_host_memory_and_gradients_that_wait() -> None:
+    """The bits of a layer without any of them."""
+    mlp, inputs = MLP("scaled_swiglu", 64, 96, interleave=32), Inputs.random(TAIL, 64, "cpu", torch.bfloat16)
+    model = build(mlp, TAIL)
+    want = fused_step(model, mlp, inputs)
+    common = {"bias": False, "device": "cpu", "dtype": torch.bfloat16, "delay_wgrad_compute": True}
+    fc1 = ops.GroupedLinear(4, 64, 192, **common)
+    fc2 = ops.GroupedLinear(4, 96, 64, transposed_weight=True, **common)
+    other = ops.Sequential({"fc1": fc1, "act": ops.ScaledSwiGLU(glu_interleave_size=32), "fc2": fc2})
+    other.on_unfused = "error"
+    with torch.no_grad():
+        for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            mine.copy_(theirs if mine.shape == theirs.shape else theirs.mT)
+    for op in other:
+        op.offload_saved()
+    got = fused_step(other, mlp, inputs)
+    for linear in (fc1, fc2):
+        linear.backward_dw()
+    got |= {f"d{name}": p.grad.mT if "fc2" in name else p.grad for name, p in other.named_parameters()}
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert_bitwise_equal(got[name].contiguous(), value, name)
+
+
 @pytest.mark.parametrize("mode", ["add", "overwrite"])
 @pytest.mark.parametrize("separate", [False, True])
 def test_main_grads(mode: str, separate: bool) -> None:
