@@ -153,7 +153,7 @@ class Call:
                         own, grad, basic_op_grad_extra_outputs=[()] * len(own)
                     )
             except NoKernelError as error:
-                give_up(self, step, error)
+                give_up(self.fuser, self.route, step, error)
             for ctx in own:
                 ctx.saved_tensors = ()
         return self.flat(grad, param_grads, extra_grads)

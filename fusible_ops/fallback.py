@@ -8,6 +8,8 @@ itself: forward has kept what the fused backward needs. With on_unfused="error" 
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from cute_kernels.facts import NO_PLANS
@@ -18,6 +20,7 @@ from patterns import Refused
 
 if TYPE_CHECKING:
     from fusible_ops.call import Call
+    from fusible_ops.fuser import OperationFuser
 
 HELP = "`fusible-ops doctor` checks what compiles and loads kernels"
 
@@ -50,17 +53,30 @@ def run_unfused(call: Call, step: Step, error: NoKernelError, recorded: bool) ->
     return Route(fuser.steps(*kind), *kind, former.plain, keeps_plans=False)
 
 
-def give_up(call: Call, step: Step, error: NoKernelError) -> NoReturn:
+def give_up(fuser: OperationFuser, route: Route, step: Step, error: NoKernelError) -> NoReturn:
     """Raise what has stopped the backward of `step`; calls after this one run its ops unfused."""
     if not step.rule:
         raise error
-    call.fuser.fail(call.route, step, error)
-    if call.fuser.on_unfused == "error":
+    fuser.fail(route, step, error)
+    if fuser.on_unfused == "error":
         raise error
     raise NoKernelError(
         f"{step.name} backward: {_first_line(error)}; its forward has run fused already, so gradients of this call are "
         f"lost. From the next call on these ops run unfused; {HELP}"
     ) from error
+
+
+def giving_up(fuser: OperationFuser, route: Route, step: Step) -> Callable[[NoKernelError], NoReturn]:
+    """`give_up`, for what the run itself holds and must not keep it alive."""
+    known = weakref.ref(fuser)
+
+    def lost(error: NoKernelError) -> NoReturn:
+        fuser = known()
+        if fuser is None:
+            raise error
+        give_up(fuser, route, step, error)
+
+    return lost
 
 
 def _first_line(error: NoKernelError) -> str:

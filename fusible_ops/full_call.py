@@ -187,7 +187,7 @@ class FullCall(Call):
                         own, dx, basic_op_grad_extra_outputs=grads[step.span]
                     )
             except NoKernelError as error:
-                give_up(self, step, error)
+                give_up(self.fuser, self.route, step, error)
             for i in span:
                 contexts[i].saved_tensors = ()
                 for given, source in zip(extra_grads[i] or (), routing.sources[i], strict=False):

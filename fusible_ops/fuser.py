@@ -23,7 +23,7 @@ from cute_kernels.target import Target
 from fusible_ops.autocast_mode import current_recipe
 from fusible_ops.call import Call, autocast_dtype_on, owned, record, without_autocast
 from fusible_ops.channels import Routing
-from fusible_ops.fallback import refused
+from fusible_ops.fallback import giving_up, refused
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, Shortcut
 from fusible_ops.parameters import Held
 from fusible_ops.planning import described, failed_among, planned_steps, titled
@@ -280,6 +280,7 @@ class OperationFuser:
             return
         made = step.op.shortcut(ctxs, x, extra_inputs, self.sharing, step.name)
         if made is not None:
+            made.lost = giving_up(self, route, step)
             self._shortcuts = [made, *self._shortcuts][:MOST_RECENT]
 
     def _route(

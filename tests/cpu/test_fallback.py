@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -178,6 +180,32 @@ def test_a_backward_kernel_that_does_not_compile(launches: Launches, failing: st
     assert_same(trained(model), trained(layer(rules=())))
 
 
+def test_a_backward_by_the_shortcut(launches: Launches) -> None:
+    """Several forwards before the first backward: the last one has taken the shortcut."""
+    launches.failing = {"dact"}
+    model = layer()
+    y = [model(*inputs()) for _ in range(4)][-1]
+    with pytest.raises(launch.NoKernelError, match=r"grouped_mlp .*backward: .*no registers left; .*next call"):
+        y.backward(torch.ones_like(y))
+    assert "MLPShortcut" in str(type(getattr(y.grad_fn, "shortcut", None)))
+    assert_same(trained(model), trained(layer(rules=())))
+
+
+def test_a_dropped_layer_is_free_at_once(launches: Launches) -> None:
+    """What is kept for a backward that fails keeps no layer: its memory does not wait for the garbage collector."""
+    model = layer()
+    for _ in range(4):
+        model(*inputs()).sum().backward()
+    known = weakref.ref(model.groups()[0])
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert known() is None
+    finally:
+        gc.enable()
+
+
 def test_on_unfused_error_raises(launches: Launches) -> None:
     launches.failing = {"act"}
     model = layer("error")
@@ -255,3 +283,18 @@ def test_no_compile_raises(machinery: pytest.MonkeyPatch) -> None:
         ):
             model(*inputs())
     assert model.explain().endswith("3 of 3 ops fused")
+
+
+def test_under_a_recipe(launches: Launches) -> None:
+    """The recipe stays, its products unfused; calls without one are fused as before; "auto" chooses it no longer."""
+    launches.failing = {"act"}
+    model, blocks = layer(), ops.Float8BlockScaling()
+    with ops.autocast(recipe=blocks):
+        wanted = trained(layer(rules=()))
+        with pytest.warns(UserWarning, match="fp8_grouped_gemm_kernel does not compile") as told:
+            assert_same(trained(model), wanted)
+        assert len(told) == 1
+        assert_same(trained(model), wanted)
+        assert "compile  needs its kernels" in model.explain()
+    assert model.explain().endswith("3 of 3 ops fused")
+    assert "recipe auto: none" in model.explain(recipe="auto")
