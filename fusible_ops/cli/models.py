@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import importlib.util
@@ -9,6 +10,7 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,24 +67,64 @@ def mlp(
 def load(text: str) -> nn.Module:
     """The model that `text` (see `HELP`) names; modules are found in the current directory too. Raises NoModel."""
     if text.endswith(".json"):
-        described = json.loads(Path(text).read_text())
-        return nn.ModuleList(mlp(**layer) for layer in (described if isinstance(described, list) else [described]))
+        return _described(text)
     if text.replace(",", "").isdigit():
-        sizes = [int(size) for size in text.split(",")]
+        sizes = [int(size) for size in text.split(",") if size]
         if len(sizes) != 3:
             raise NoModel(f"{text!r} has {len(sizes)} sizes, needs three: hidden, intermediate, experts")
-        return mlp(sizes[0], sizes[1], sizes[2])
+        return _layer(text, dict(zip(("hidden", "intermediate", "experts"), sizes, strict=True)))
     place, _, name = text.rpartition(":")
     if not place:
         raise NoModel(f"{text!r} is no model\n{HELP}")
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` has it
-    found = getattr(_file(Path(place)) if place.endswith(".py") else importlib.import_module(place), name)
+    found = getattr(_file(Path(place)) if place.endswith(".py") else _module(place), name, None)
     if not isinstance(found, nn.Module):
-        found = found(device="meta") if "device" in inspect.signature(found).parameters else found()
+        if not callable(found):
+            raise NoModel(f"{place} has no {name!r} that is an nn.Module, or a function that makes one")
+        parameters = _parameters(text, found)
+        if missing := [p.name for p in parameters if _must_be_given(p) and p.name != "device"]:
+            raise NoModel(f"{text} wants arguments ({', '.join(missing)}); name a function that wants none")
+        found = found(device="meta") if any(p.name == "device" for p in parameters) else found()
     if not isinstance(found, nn.Module):
         raise NoModel(f"{text} gave a {type(found).__name__}, needs an nn.Module")
     return found
+
+
+def _described(file: str) -> nn.Module:
+    """The layers of a JSON file."""
+    try:
+        described = json.loads(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise NoModel(f"{file} cannot be read: {error}") from None
+    return nn.ModuleList(_layer(file, layer) for layer in (described if isinstance(described, list) else [described]))
+
+
+def _layer(source: str, described: Any) -> fusible_ops.Sequential:
+    try:
+        return mlp(**described)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise NoModel(f"{source}: {error}") from None
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # it is there, and something that it imports is not
+        raise NoModel(f"there is no Python module {name}") from None
+
+
+def _parameters(text: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:
+        raise NoModel(f"{text} is no function that makes an nn.Module") from None
+
+
+def _must_be_given(p: inspect.Parameter) -> bool:
+    return p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
 
 
 def _file(path: Path) -> Any:
@@ -92,3 +134,10 @@ def _file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def positive(text: str) -> int:
+    """An option that is a count."""
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return count

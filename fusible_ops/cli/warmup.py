@@ -17,7 +17,7 @@ import torch
 
 import fusible_ops
 from cute_kernels.target import KNOWN_ARCHS
-from fusible_ops.cli.models import DTYPES, HELP, RECIPES, load
+from fusible_ops.cli.models import DTYPES, HELP, RECIPES, load, positive
 from fusible_ops.meta_run import Use
 from fusible_ops.warmup import Compiled, compile_pack, kernels_of
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", choices=RECIPES, help="as under fusible_ops.autocast(recipe=...), its defaults")
     parser.add_argument("--probs", choices=DTYPES, default="float32", help="dtype of router probabilities")
     parser.add_argument("--splits", choices=("int64", "int32"), default="int64", help="dtype of split sizes")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
+    parser.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, help="compilers at a time")
     parser.add_argument("--list", action="store_true", help="name the kernels; compile nothing")
 
 

@@ -194,6 +194,29 @@ def test_a_model_of_the_current_directory(
     assert "'nothing' is no model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "model",
+    ["64,32", "64,,32", "0,0,0", "absent.json", "absent:name", "absent.py:name", "fusible_ops:absent"]
+    + ["fusible_ops:Linear", "fusible_ops.cli.models:HELP", "collections:OrderedDict", "torch.nn:Identity"],
+)
+def test_what_is_no_model_is_said_without_a_traceback(capsys: pytest.CaptureFixture[str], model: str):
+    assert main(["explain", model]) == 2
+    assert capsys.readouterr().err.startswith("fusible-ops: ")
+
+
+@pytest.mark.parametrize("text", ["{", "5", '{"hidden": 64}', '{"hidden": 64, "intermediate": 32, "expert": 1}'])
+def test_what_is_no_description_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str):
+    (tmp_path / "model.json").write_text(text)
+    assert main(["warmup", str(tmp_path / "model.json"), "--list"]) == 2
+    assert "model.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", ["-5", "0", "many"])
+def test_row_counts_that_cannot_be(rows: str):
+    with pytest.raises(SystemExit):
+        main(["explain", "64,32,4", "--rows", rows])
+
+
 def test_the_command_is_told_where_the_pack_goes(capsys: pytest.CaptureFixture[str]):
     assert main(["warmup", "64,32,4"]) == 2
     said = capsys.readouterr()
