@@ -45,8 +45,7 @@ class OperationContext:
     (`cute_kernels.ops.entry_points`). formulas: where `reference`'s functions are called (`cute_kernels.ops.formulas`).
     plans: for those calls of this op that are alike whenever this context's attributes and the facts of all inputs and
     parameters of the run are.
-    Any further attribute may be attached; tensors go through `save_for_backward` and are in `saved_tensors` during
-    backward.
+    Any further attribute may be attached; tensors go through `save_for_backward`, and backward has `saved_tensors`.
     """
 
     requires_grad: bool = False
