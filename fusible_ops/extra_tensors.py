@@ -61,8 +61,8 @@ class MakeExtraOutput(BasicOperation):
 class AddExtraInput(BasicOperation):
     """y = extra + x. Its extra input: a tensor that adds to x.
 
-    Backward: dx = d_extra = dy. in_place: x is added into the memory of `extra`, which y is. What a channel gives is
-    copied before, since ops in between may keep it for backward.
+    Backward: dx = d_extra = dy. in_place: x is added into the memory of `extra`, which y is. What a channel gives,
+    or what is also the input of the run, is copied before, since ops in between may keep it for backward.
     Source: the interface is that of transformer_engine.pytorch.ops.AddExtraInput (2.20).
     """
 

@@ -46,7 +46,12 @@ class FullCall(Call):
         places = range(len(contexts))
         self.grad_buffers = [own.get(GRAD_INPUT_BUFFER_KEY) for own in self.kwargs]
         output_buffers = [own.get(OUTPUT_BUFFER_KEY) for own in self.kwargs]
-        read = [x, *chain(*given), *chain(*[own.parameters for own in self.held])] if any(self.kwargs) else []
+        parameters = [*chain(*[own.parameters for own in self.held])]
+        for i, op in enumerate(fuser.basic_ops):
+            if op.overwrites_extra_inputs:
+                others = [x, *chain(*given[:i], *given[i + 1 :]), *parameters]
+                given[i] = [t.clone() if any(_overlap(t, other) for other in others) else t for t in given[i]]
+        read = [x, *chain(*given), *parameters]
         self.lead_offsets = self._offsets(fuser.lead, x)
         x = tokens_only(x, self.lead_offsets)
         outputs: list[Outputs] = [()] * len(contexts)
@@ -78,6 +83,7 @@ class FullCall(Call):
                 continue
             outputs[step.span] = self._checked(step.op, span, made)
             x = self._into(OUTPUT_BUFFER_KEY, output_buffers, span, span[-1], x, read)
+            read.append(output_buffers[span[-1]])
         self.trail_offsets = self._offsets(fuser.trail, x)
         x = tokens_only(x, self.trail_offsets)
         self.result_like = x.shape, x.dtype, x.device
@@ -157,7 +163,7 @@ class FullCall(Call):
             return t
         _check_buffer(owners[at], key, buffer, t)
         if any(_overlap(buffer, other) for other in read):  # backward would take it for what it was
-            raise ValueError(f"{owners[at]}: {key!r} shares memory with an input or parameter of the run")
+            raise ValueError(f"{owners[at]}: {key!r} shares memory with an input, parameter or buffer of the run")
         with torch.no_grad():
             buffer.copy_(t)
         return torch.ops.aten._unsafe_view(buffer, buffer.shape)

@@ -319,8 +319,8 @@ class OperationFuser:
         keeps_plans = kind is not None and self.routing.is_plain and all(own.is_packed for own in held)
         like = x.device, autocast_dtype, recipe
         route = Route(self.steps(*like), *like, plain, keeps_plans)
-        offloads = any(op.offload for op in self.basic_ops)
-        route.is_full = offloads or not self.routing.is_plain or route.steps is not route.backward_steps
+        special = any(op.offload or op.overwrites_extra_inputs for op in self.basic_ops)
+        route.is_full = special or not self.routing.is_plain or route.steps is not route.backward_steps
         if kind is not None and not basic_op_kwargs:
             if len(self._routes) >= MOST_ROUTES:
                 self._routes.clear()

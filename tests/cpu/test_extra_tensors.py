@@ -69,6 +69,24 @@ def test_a_residual_leaves_what_ops_in_between_keep(in_place: bool) -> None:
     torch.testing.assert_close(weight.grad, torch.ones(4, 8).T @ before)
 
 
+def test_the_input_as_an_extra_input_in_place() -> None:
+    model = ops.Sequential(ops.Linear(8, 8, bias=False, device="cpu"), ops.AddExtraInput(in_place=True))
+    x = torch.randn(4, 8)
+    before, (weight,) = x.clone(), model.parameters()
+    y = model(x, x)
+    y.sum().backward()
+    assert_bitwise_equal(x, before)
+    torch.testing.assert_close(y, before @ weight.T + before)
+    torch.testing.assert_close(weight.grad, torch.ones(4, 8).T @ before)
+
+
+def test_one_buffer_for_two_outputs_is_refused() -> None:
+    model = ops.Sequential(*[ops.GroupedLinear(2, 16, 16, bias=False, device="cpu") for _ in range(2)])
+    out, splits = torch.empty(4, 16), torch.tensor([2, 2])
+    with pytest.raises(ValueError, match="shares memory"):
+        model(torch.randn(4, 16), splits, splits, op_kwargs={i: {OUTPUT_BUFFER_KEY: out} for i in range(2)})
+
+
 def test_a_gradient_that_a_weight_gradient_waits_for_stays() -> None:
     model = ops.Sequential(
         ops.MakeExtraOutput(in_place=True).set_extra_output_channel(0, "residual", output_to_caller=False),
@@ -282,7 +300,7 @@ def test_an_output_buffer_in_memory_that_the_run_reads_is_refused(fused: bool) -
     with place.context():
         model, inputs = place.build(mlp, TAIL), Inputs.random(TAIL, mlp.hidden, "cpu", torch.bfloat16)
         extras = mlp.extras(TAIL.tensor("cpu"), inputs.probs)
-        with pytest.raises(ValueError, match="shares memory with an input or parameter"):
+        with pytest.raises(ValueError, match="shares memory with an input, parameter or buffer"):
             model(inputs.x, *extras, op_kwargs={2: {OUTPUT_BUFFER_KEY: inputs.x}})
         both = torch.empty(2, *inputs.x.shape, dtype=torch.bfloat16)
         x = both[0].copy_(inputs.x)
