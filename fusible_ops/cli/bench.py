@@ -24,14 +24,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", dest="parts", action="append", choices=PARTS, help="only these parts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw them there")
-    parser.add_argument("--check", type=Path, metavar="FILE", help="compare with figures that --json wrote")
+    parser.add_argument("--check", type=_recorded, metavar="FILE", help="compare with figures that --json wrote")
     parser.add_argument("--tolerance", type=float, default=0.05, help="what --check lets go (default: 0.05, 5 %%)")
-    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="figures of --json; run nothing")
+    parser.add_argument("--from", dest="source", type=_recorded, metavar="FILE", help="figures of --json; run nothing")
+
+
+def _recorded(file: str) -> Report:
+    """What --json wrote there; known to be whole before anything is measured."""
+    try:
+        return Report.read(Path(file))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.source:
-        report = Report.read(arguments.source)
+        report = arguments.source
         print(report.heading(), *report.rows, sep="\n")
     elif torch.cuda.is_available():
         shapes = arguments.shapes or [Shape(2048, 768, 128, 65536)]
@@ -48,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.plot.write_text(chart(report))
     if arguments.check is None:
         return 0
-    before = Report.read(arguments.check)
+    before = arguments.check
     lost = slower(report, before, arguments.tolerance)
     print(f"against {before.heading()}: " + ("no ground lost" if not lost else f"{len(lost)} lost"), *lost, sep="\n")
     return 1 if lost else 0

@@ -155,6 +155,15 @@ def test_the_chart_is_a_picture_of_every_row(tmp_path: Path):
     assert ElementTree.fromstring(chart(replace(REPORT, rows=[]))) is not None
 
 
+@pytest.mark.parametrize("option", ["--from", "--check"])
+def test_a_file_without_figures_is_refused_at_once(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "other.json").write_text("{}")
+    for name, why in [("other.json", "is no report"), ("absent.json", "No such file")]:
+        with pytest.raises(SystemExit):
+            main(["bench", option, str(tmp_path / name)])
+        assert why in capsys.readouterr().err
+
+
 def test_shapes_are_read():
     assert Shape.read("7168,2048,8,32768") == Shape(7168, 2048, 8, 32768)
     assert str(Shape(1, 2, 3, 4)) == "1,2,3,4" and len(PARTS) == 8
