@@ -27,10 +27,10 @@ import cutlass.cute as cute
 import cutlass.memory as cutlass_memory
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass._mlir.dialects import llvm
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.tensor_utils import LayoutEnum
 
@@ -38,10 +38,18 @@ from cute_kernels.hopper.configs import CONSUMERS
 from cute_kernels.hopper.epilogues import eights, epilogue
 from cute_kernels.hopper.epilogues.eights_dactivation import Differentiate
 from cute_kernels.hopper.fp8_configs import BLOCK, HALF_BLOCK, Options
-from cute_kernels.hopper.fp8_grouped_gemm_kernel import INSTRUCTION_K, SCALE_ROWS, SCALE_STAGE, scale_rows, sixteens
-from cute_kernels.hopper.grouped_gemm_kernel import DTYPES, matrix, strided_rows, vector
+from cute_kernels.hopper.fp8_products import (
+    INSTRUCTION_K,
+    SCALE_ROWS,
+    SCALE_STAGE,
+    BlockSums,
+    fake_gradient,
+    products,
+    scale_rows,
+    sixteens,
+)
+from cute_kernels.hopper.grouped_gemm_kernel import matrix, strided_rows, vector
 from cute_kernels.hopper.operand_views import partition, rows_view
-from cute_kernels.hopper.rowwise_kernel import SPAN, ColumnSums, Teams
 from cute_kernels.hopper.schedule import Tile, locate, seek
 
 BOXES = 2
@@ -279,7 +287,7 @@ class Fp8GroupedDact:
     @cute.jit
     def consume(self, pipe, ring: Ring, room, args, w_scale, contracted, walk: Walk, base):
         """A consumer warpgroup: every other tile of the CTA, its products, then what becomes of them."""
-        mma = products()
+        mma = products(HALF_BLOCK)
         slice_of = mma.get_slice(0)
         sums = cute.make_rmem_tensor((len(STEPS) * HALF_BLOCK // 2,), Float32)
         shape = slice_of.partition_shape_C((64, HALF_BLOCK))
@@ -356,7 +364,7 @@ class Fp8GroupedDact:
     def issue(self, fragments: Fragments, number: int, stage):
         """One product in flight, into the sums whose turn it is."""
         block, start = STEPS[number]
-        atom = cute.make_mma_atom(products().op)  # a fresh one: its flag must not leak across traced loops
+        atom = cute.make_mma_atom(products(HALF_BLOCK).op)  # a fresh one: its flag must not leak across traced loops
         target = fragments.parts[number % 2]
         x, w = fragments.x[None, block, None, stage], fragments.w[None, start // HALF_BLOCK, None, stage]
         x, w = (
@@ -372,63 +380,10 @@ class Fp8GroupedDact:
         warpgroup.commit_group()
 
 
-def products():
-    """The instruction that multiplies 64 rows and 64 columns."""
-    k_major, dtype = OperandMajorMode.K, Float8E4M3FN
-    return sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (64, HALF_BLOCK))
-
-
-class BlockSums(ColumnSums):
-    """sums[g] = Σ of what a gradient left for each 128 tokens of group g: a team adds 256 columns, in order."""
-
-    def __init__(self, alone: bool):
-        self.teams = Teams(alone)
-
-    @cute.jit
-    def __call__(self, partial: cute.Tensor, padded: cute.Tensor, sums: cute.Tensor, ctas: Int32, stream):
-        spans = (sums.shape[1] + SPAN - 1) // SPAN
-        self.teams.launch(self.add_blocks(partial, padded, sums), sums.shape[0] * spans, ctas, stream)
-
-    @cute.kernel
-    def add_blocks(self, partial: cute.Tensor, padded: cute.Tensor, sums: cute.Tensor):
-        team, first, step, thread = self.teams.place()
-        groups, spans = sums.shape[0], (sums.shape[1] + SPAN - 1) // SPAN
-        for unit in cutlass.range(first, groups * spans, step, unroll=1):
-            span = unit // groups
-            group = unit - span * groups
-            begin, end = padded[group] // BLOCK, padded[group + 1] // BLOCK
-            total = self.column_sum(partial, None, begin, end, span, team, thread)
-            column = span * SPAN + thread
-            if column < sums.shape[1]:
-                sums[group, column] = total
-
-
 def build(options: Options):
     """(jit function, fake arguments) of the kernel for `options`."""
     rows, columns, contracted, groups = cute.sym_int(), cute.sym_int(divisibility=64), sixteens(), cute.sym_int()
     x, w = strided_rows(Float8E4M3FN, rows, contracted), matrix(Float8E4M3FN, groups, columns, contracted)
     w_scale = matrix(Float32, groups, cute.sym_int(), cute.sym_int(divisibility=4))
-    offsets, outputs = vector(Int32, cute.sym_int()), fake_epilogue(options, rows)
+    offsets, outputs = vector(Int32, cute.sym_int()), fake_gradient(options, rows, cute.sym_int(divisibility=64))
     return Fp8GroupedDact(options), (x, scale_rows(), w, w_scale, offsets, outputs, Int32(1), make_fake_stream())
-
-
-def fake_epilogue(options: Options, rows) -> tuple:
-    """The epilogue's arguments, in the order of its Args."""
-    width = cute.sym_int(divisibility=64)
-    partial = sums = dbias = None
-    if options.has_dprobs:
-        partial = make_fake_compact_tensor(Float32, (rows, cute.sym_int()), stride_order=(1, 0), assumed_align=4)
-    if options.has_dbias:
-        sums, dbias = (matrix(Float32, cute.sym_int(), width) for _ in range(2))
-    return (
-        matrix(Float8E4M3FN, rows, width) if options.rowwise else None,
-        scale_rows() if options.rowwise else None,
-        matrix(Float8E4M3FN, width, cute.sym_int(divisibility=BLOCK)) if options.columnwise else None,
-        scale_rows() if options.columnwise else None,
-        partial,
-        sums,
-        dbias,
-        matrix(BFloat16, rows, width),
-        vector(DTYPES[options.factor], rows) if options.factor else None,
-        vector(Int32, cute.sym_int()) if options.columnwise else None,
-    )

@@ -39,8 +39,8 @@ import cutlass.memory as cutlass_memory
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_kernels.hopper import bulk
@@ -50,16 +50,22 @@ from cute_kernels.hopper.epilogues.quantized_activation import QuantizedActivate
 from cute_kernels.hopper.epilogues.quantized_dactivation import QuantizedDifferentiate
 from cute_kernels.hopper.epilogues.store import Store
 from cute_kernels.hopper.fp8_configs import BLOCK, HALF_BLOCK, Options
+from cute_kernels.hopper.fp8_products import (
+    INSTRUCTION_K,
+    SCALE_ROWS,
+    SCALE_STAGE,
+    BlockSums,
+    fake_copies,
+    fake_gradient,
+    fake_padded,
+    products,
+    scale_rows,
+    sixteens,
+)
 from cute_kernels.hopper.grouped_gemm_kernel import DTYPES, matrix, strided_rows, vector
 from cute_kernels.hopper.operand_views import partition, rows_view, weight_view
-from cute_kernels.hopper.rowwise_kernel import SPAN, ColumnSums, Teams
 from cute_kernels.hopper.schedule import locate, seek
 
-INSTRUCTION_K = 32
-SCALE_ROWS = BLOCK + 4
-"""Scales of x in a stage: 128 from any row on, loaded from a multiple of 4."""
-SCALE_STAGE = 160
-"""Distance between stages of scales, in FP32 values: a multiple of 128 bytes."""
 FINISHING = 1 + CONSUMERS
 """The finishing warpgroup's number."""
 
@@ -149,7 +155,7 @@ class Fp8GroupedGemm:
             atom_0, tma_0 = epilogue.make_sink(args.y, 1)
         elif const_expr(self.epilogue.stores_preact(args)):
             atom_0, tma_0 = self.epilogue.make_sink(args)
-        mma = products(self.chunks[0])
+        mma = products(self.chunks[0], CONSUMERS)
         bias_values = CONSUMERS * epilogue.BIAS if const_expr(self.epilogue.bias(args) is not None) else 8
         columns = BLOCK * quantized.WARPS * self.epilogue.sides if const_expr(self.finishes) else 4
         sum_values = columns if const_expr(self.finishes and self.epilogue.has_sums) else 4
@@ -464,15 +470,16 @@ class Fp8GroupedGemm:
         layout = cute.make_layout(
             (one.shape[0], one.shape[1], self.stages), stride=(one.stride[0], one.stride[1], stage)
         )
-        mma = products(columns)
+        mma = products(columns, CONSUMERS)
         return mma.make_fragment_B(mma.get_slice(0).partition_B(cute.make_tensor(w.iterator + start * BLOCK, layout)))
 
     def issue(self, fragments: Fragments, number: int, step, stage):
         """One product in flight, into the sums whose turn it is."""
         start, columns, instructions, _ = step
-        atom = cute.make_mma_atom(products(columns).op)  # a fresh one: its flag must not leak across traced loops
+        mma = products(columns, CONSUMERS)
+        atom = cute.make_mma_atom(mma.op)  # a fresh one: its flag must not leak across traced loops
         target = cute.make_tensor(
-            fragments.parts[number % 2].iterator, products(columns).get_slice(0).partition_shape_C((BLOCK, columns))
+            fragments.parts[number % 2].iterator, mma.get_slice(0).partition_shape_C((BLOCK, columns))
         )
         w = fragments.w[self.starts.index(start)]
         warpgroup.fence()
@@ -480,37 +487,6 @@ class Fp8GroupedGemm:
             atom.set(warpgroup.Field.ACCUMULATE, k != instructions[0])
             cute.gemm(atom, target, fragments.x[None, None, k, stage], w[None, None, k, stage], target)
         warpgroup.commit_group()
-
-
-def products(columns: int):
-    """The instruction that multiplies 64 rows and `columns` columns, for both consumer warpgroups."""
-    k_major, dtype = OperandMajorMode.K, Float8E4M3FN
-    return sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (CONSUMERS, 1, 1), (64, columns))
-
-
-class BlockSums(ColumnSums):
-    """sums[g] = Σ of what a gradient left for each 128 tokens of group g: a team adds 256 columns, in order."""
-
-    def __init__(self, alone: bool):
-        self.teams = Teams(alone)
-
-    @cute.jit
-    def __call__(self, partial: cute.Tensor, padded: cute.Tensor, sums: cute.Tensor, ctas: Int32, stream):
-        spans = (sums.shape[1] + SPAN - 1) // SPAN
-        self.teams.launch(self.add_blocks(partial, padded, sums), sums.shape[0] * spans, ctas, stream)
-
-    @cute.kernel
-    def add_blocks(self, partial: cute.Tensor, padded: cute.Tensor, sums: cute.Tensor):
-        team, first, step, thread = self.teams.place()
-        groups, spans = sums.shape[0], (sums.shape[1] + SPAN - 1) // SPAN
-        for unit in cutlass.range(first, groups * spans, step, unroll=1):
-            span = unit // groups
-            group = unit - span * groups
-            begin, end = padded[group] // BLOCK, padded[group + 1] // BLOCK
-            total = self.column_sum(partial, None, begin, end, span, team, thread)
-            column = span * SPAN + thread
-            if column < sums.shape[1]:
-                sums[group, column] = total
 
 
 def make_epilogue(options: Options):
@@ -540,28 +516,7 @@ def fake_epilogue(options: Options, rows, columns) -> tuple:
     if options.kind == "store":
         return matrix(BFloat16, rows, columns), bias, factor
     width = sixteens()  # of what is quantised
-    padded = vector(Int32, cute.sym_int()) if options.columnwise else None
-    copies = (
-        matrix(Float8E4M3FN, rows, width) if options.rowwise else None,
-        scale_rows() if options.rowwise else None,
-        matrix(Float8E4M3FN, width, cute.sym_int(divisibility=BLOCK)) if options.columnwise else None,
-        scale_rows() if options.columnwise else None,
-    )
-    if options.kind == "act":
-        return *copies, matrix(BFloat16, rows, columns) if options.keeps else None, bias, factor, padded
-    partial = None
-    if options.has_dprobs:
-        partial = make_fake_compact_tensor(Float32, (rows, cute.sym_int()), stride_order=(1, 0), assumed_align=4)
-    sums = matrix(Float32, cute.sym_int(), width) if options.has_dbias else None
-    dbias = matrix(Float32, cute.sym_int(), width) if options.has_dbias else None
-    return *copies, partial, sums, dbias, matrix(BFloat16, rows, width), factor, padded
-
-
-def sixteens():
-    """A dynamic extent that 16-byte rows of bytes divide."""
-    return cute.sym_int(divisibility=16)
-
-
-def scale_rows():
-    """Scales whose rows start at multiples of 16 bytes."""
-    return matrix(Float32, cute.sym_int(), cute.sym_int(divisibility=4))
+    if options.kind == "dact":
+        return fake_gradient(options, rows, width)
+    whole = matrix(BFloat16, rows, columns) if options.keeps else None
+    return *fake_copies(options, rows, width), whole, bias, factor, fake_padded(options)

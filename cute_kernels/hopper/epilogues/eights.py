@@ -20,7 +20,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from cute_kernels.hopper.epilogues import epilogue
-from cute_kernels.hopper.epilogues.quantized import larger, where
+from cute_kernels.hopper.epilogues.quantized import Copies, larger, where
 from cute_kernels.hopper.fp8_scales import pack4, scales
 
 BLOCK = 128
@@ -85,23 +85,6 @@ class Room(NamedTuple):
         places = [offset + (first + i) * 512 for i in (0, 4)]
         words = [word for at in places for word in load_shared(start + self.thread * 16, at, 4)]
         return [word.bitcast(Float32) for word in words]
-
-
-class Copies(NamedTuple):
-    """Where a block's values go: rows, row_scales, columns, column_scales, whole, None if not wanted.
-
-    column: the block's first column in both copies, limit: where its columns end. scale_row: of row_scales. token: its
-    first padded token.
-    """
-
-    rows: Any
-    row_scales: Any
-    columns: Any
-    column_scales: Any
-    column: Any
-    limit: Any
-    scale_row: Any
-    token: Any
 
 
 def row_step(index: int) -> int:

@@ -12,57 +12,30 @@ dgate takes the place of the sums; dup of the first 64 rows is put aside in FP32
 """
 
 import functools
-from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.hopper.epilogues import eights, epilogue
-from cute_kernels.hopper.epilogues.activation import functions
-from cute_kernels.hopper.epilogues.eights import BLOCK, EIGHT, HALF, ROWS, SPAN, Copies, Room, sum_at
+from cute_kernels.hopper.epilogues.eights import BLOCK, EIGHT, HALF, ROWS, SPAN, Room, sum_at
 from cute_kernels.hopper.epilogues.quantized import widened
+from cute_kernels.hopper.epilogues.quantized_dactivation import Gradient
 
 SPANS = BLOCK // SPAN
 WIDTH = SPANS * EIGHT
 """Values of a thread in a row."""
 
 
-class Differentiate:
-    """The gradient of an activation, formed from FP32 sums and the saved pre-activation, quantised both ways."""
+class Differentiate(Gradient):
+    """By the warpgroup that made the tile."""
 
     def __init__(self, facts, power_of_two: bool, has_sums: bool):
-        self.facts, self.power_of_two, self.has_sums = facts, power_of_two, has_sums
-        self.curve = functions(facts.kind)
-        self.halves = 2 if self.curve.GATED else 1
+        super().__init__(facts, power_of_two, has_sums)
         self.memory = eights.Memory(self.halves * BLOCK)
-
-    class Args(NamedTuple):
-        rows: cute.Tensor | None
-        row_scales: cute.Tensor | None
-        columns: cute.Tensor | None
-        column_scales: cute.Tensor | None
-        partial: cute.Tensor | None
-        sums: cute.Tensor | None
-        dbias: cute.Tensor | None
-        preact: cute.Tensor
-        probs: cute.Tensor | None
-        padded: cute.Tensor | None
-
-    def zeroed(self, args):
-        """The partial sums' tail: dprobs is added from all rows."""
-        return () if args.partial is None else (args.partial,)
 
     def finish(self, args, acc, tile, room: Room):
         room = room.here(self.memory)
-        width = args.preact.shape[1] // self.halves
-        column = tile.column_tile * BLOCK
-        copies = tuple(
-            Copies(
-                args.rows, args.row_scales, args.columns, args.column_scales, half * width + column,
-                (half + 1) * width, half * ((width + BLOCK - 1) // BLOCK) + tile.column_tile, None,
-            )
-            for half in range(self.halves)
-        )  # fmt: skip
+        width, copies = args.preact.shape[1] // self.halves, self.copies(args, tile, None)
         firsts = cute.make_rmem_tensor((ROWS * WIDTH,), Float32)
         zero = Int32(epilogue.meet(room.barrier, tile.end))
         for row in range(ROWS):

@@ -46,15 +46,10 @@ def store_pair(address, first, second, *, loc=None, ip=None):
     quantized._asm(None, operands, text, "r,f,f,~{memory}", loc, ip, effects=True)
 
 
-class QuantizedDifferentiate:
-    """The gradient of an activation, formed from FP32 sums and the saved pre-activation, quantised both ways."""
-
-    pieces = PIECES
-
-    def __init__(self, facts, cut: epilogue.Cut, power_of_two: bool, has_sums: bool):
-        self.facts, self.cut, self.power_of_two, self.has_sums = facts, cut, power_of_two, has_sums
-        self.curve = functions(facts.kind)
-        self.halves = self.sides = 2 if self.curve.GATED else 1
+class Gradient:
+    """Facts and results of an activation's gradient that is formed from FP32 sums and the saved pre-activation and
+    quantised both ways.
+    """
 
     class Args(NamedTuple):
         rows: cute.Tensor | None
@@ -68,6 +63,37 @@ class QuantizedDifferentiate:
         probs: cute.Tensor | None
         padded: cute.Tensor | None
 
+    def __init__(self, facts, power_of_two: bool, has_sums: bool):
+        self.facts, self.power_of_two, self.has_sums = facts, power_of_two, has_sums
+        self.curve = functions(facts.kind)
+        self.halves = 2 if self.curve.GATED else 1
+
+    def zeroed(self, args):
+        """The partial sums' tail: dprobs is added from all rows."""
+        return () if args.partial is None else (args.partial,)
+
+    def copies(self, args, tile, token) -> tuple:
+        """Where the tile's blocks go, one of each half."""
+        width = args.preact.shape[1] // self.halves
+        column = tile.column_tile * BLOCK
+        return tuple(
+            Copies(
+                args.rows, args.row_scales, args.columns, args.column_scales, half * width + column,
+                (half + 1) * width, half * ((width + BLOCK - 1) // BLOCK) + tile.column_tile, token,
+            )
+            for half in range(self.halves)
+        )  # fmt: skip
+
+
+class QuantizedDifferentiate(Gradient):
+    """By the finishing warpgroup."""
+
+    pieces = PIECES
+
+    def __init__(self, facts, cut: epilogue.Cut, power_of_two: bool, has_sums: bool):
+        super().__init__(facts, power_of_two, has_sums)
+        self.cut, self.sides = cut, self.halves
+
     def bias(self, args):
         return None
 
@@ -77,10 +103,6 @@ class QuantizedDifferentiate:
 
     def stores_preact(self, args):
         return False
-
-    def zeroed(self, args):
-        """The partial sums' tail: dprobs is added from all rows."""
-        return () if args.partial is None else (args.partial,)
 
     def load(self, args, tile, room):
         return None
@@ -98,15 +120,7 @@ class QuantizedDifferentiate:
 
     def finish(self, args, tile, token, pieces: cute.Tensor, desk: Desk):
         """The finishing warpgroup."""
-        width = args.preact.shape[1] // self.halves
-        column = tile.column_tile * BLOCK
-        copies = tuple(
-            Copies(
-                args.rows, args.row_scales, args.columns, args.column_scales, half * width + column,
-                (half + 1) * width, half * ((width + BLOCK - 1) // BLOCK) + tile.column_tile, token,
-            )
-            for half in range(self.halves)
-        )  # fmt: skip
+        width, copies = args.preact.shape[1] // self.halves, self.copies(args, tile, token)
         block = Differentiated(self, args, width, copies, tile, desk)
         block.quantize()
         block.store_totals(args.partial)
