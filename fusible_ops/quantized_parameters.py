@@ -14,7 +14,7 @@ from cute_kernels.quantization.quantize import Quantized
 from fusible_ops import casts, checks
 from fusible_ops.autocast_mode import ModelInit
 from fusible_ops.op import BasicOperation
-from fusible_ops.parameters import Held, as_one
+from fusible_ops.parameters import Held, Unchanged, as_one
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.quantizer import Quantizer
 from fusible_ops.recipe import DelayedScaling
@@ -117,6 +117,11 @@ def _matrix(copy: Quantized | None, index: int) -> Quantized | None:
     if copy is None:
         return None
     return Quantized(copy.data[index], copy.scale[index], None if copy.amax is None else copy.amax[index])
+
+
+def read_by_backward(held: Held) -> Unchanged | None:
+    """What backward checks of weights whose own copies it reads; None for plain ones, of which it has copies."""
+    return Unchanged(held.weights) if isinstance(held.weights[0], QuantizedTensor) else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

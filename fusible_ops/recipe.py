@@ -73,18 +73,6 @@ class MMParams:
 
 
 MOST_MARGIN = 127  # 2^127 is the largest power of two in FP32
-_FLAGS = (
-    "reduce_amax",
-    "use_power_2_scales",
-    "use_f32_scales",
-    "enable_2d_quantization",
-    "disable_rht",
-    "disable_stochastic_rounding",
-    "disable_2d_quantization",
-    "row_scaled_activation",
-    "fp8_dpa",
-    "fp8_mha",
-)
 _FAST = MMParams(use_split_accumulator=False)
 _SPLIT = MMParams(use_split_accumulator=True)
 
@@ -109,11 +97,10 @@ class Recipe:
     backward_override: str | None
 
     def __post_init__(self) -> None:
-        for field, value in self.__getstate__().items():
-            if field.startswith("fp8_gemm_") and not isinstance(value, MMParams):
-                self._refuse(field, value, "an MMParams")
-            if field in _FLAGS and not isinstance(value, bool):
-                self._refuse(field, value, "a bool")
+        for name, field in self.__dataclass_fields__.items():  # type: ignore[attr-defined]
+            for kind, wanted in ((bool, "a bool"), (MMParams, "an MMParams")):
+                if isinstance(field.default, kind) and not isinstance(getattr(self, name), kind):
+                    self._refuse(name, getattr(self, name), wanted)
         if self.fp8_format not in (Format.E4M3, Format.HYBRID):
             self._refuse("fp8_format", self.fp8_format, "Format.E4M3 or Format.HYBRID: E5M2 is too coarse for forward")
         if self.backward_override not in BACKWARD_OVERRIDES:

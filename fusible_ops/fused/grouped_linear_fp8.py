@@ -30,8 +30,7 @@ from fusible_ops.fused.parts import (
 )
 from fusible_ops.groups import Groups
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
-from fusible_ops.parameters import Unchanged
-from fusible_ops.quantized_tensor import QuantizedTensor
+from fusible_ops.quantized_parameters import read_by_backward
 
 
 class GroupedLinearFp8(FusedOperation):
@@ -70,8 +69,7 @@ class GroupedLinearFp8(FusedOperation):
         if records:
             ctx.splits, ctx.version, ctx.input_shape = groups.splits, groups.version, input_.shape
             ctx.scales_shape = None if scales is None else scales.shape
-            if passes and isinstance(ctx.held.weights[0], QuantizedTensor):
-                ctx.unchanged = Unchanged(ctx.held.weights)
+            ctx.unchanged = read_by_backward(ctx.held) if passes else None
             kept_bias = bias if self.fc.wants_dscales(ctxs) else None
             ctx.save_for_backward(groups.offsets, padded, rows, kept_bias, x.data_t, x.scale_t, w.data_t, w.scale_t)
         return like_rows_of(y, input_), [()] * len(ctxs)
@@ -153,8 +151,7 @@ class GroupedLinearActivationFp8(FusedOperation):
         if records:
             ctx.splits, ctx.version, ctx.input_shape = groups.splits, groups.version, input_.shape
             ctx.probs_shape = None if probs is None else probs.shape
-            if passes and isinstance(ctx.held.weights[0], QuantizedTensor):
-                ctx.unchanged = Unchanged(ctx.held.weights)
+            ctx.unchanged = read_by_backward(ctx.held) if passes else None
             turned_copies = (x.data_t, x.scale_t, w.data_t, w.scale_t)
             ctx.save_for_backward(groups.offsets, padded, preact, rows, *turned_copies)
         width = self.fc.out_features // self.act.op.activation.halves

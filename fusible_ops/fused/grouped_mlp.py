@@ -11,13 +11,12 @@ from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.scheduling import Sharing
 from fusible_ops.fused.mlp_shortcut import MLPShortcut, mlp_shortcut
 from fusible_ops.fused.parts import (
-    activation_at,
     as_rows,
     checked_dtype,
     incoming,
     interleaves,
     like_rows_of,
-    linear_at,
+    mlp_of,
     no_grads,
     probs_of_tokens,
     row_factor,
@@ -44,11 +43,7 @@ class GroupedMLP(FusedOperation):
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
         super().__init__(basic_ops)
         ops = self.fusible_parts()
-        self.fc1, at = linear_at(ops, 0)
-        self.act = activation_at(ops, at)
-        self.fc2, end = linear_at(ops, at + 1)
-        if end != len(ops):
-            raise TypeError(f"GroupedMLP takes linear, activation, linear; got {len(ops) - end} more ops")
+        self.fc1, self.act, self.fc2 = mlp_of(ops, "GroupedMLP")
         self.order, self.block = interleaves(self.fc1, self.act)
 
     def keeps(self) -> dict[int, int]:

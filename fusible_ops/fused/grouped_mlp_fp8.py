@@ -31,9 +31,8 @@ from fusible_ops.fused.parts import (
 from fusible_ops.fused.unfused import Unfused
 from fusible_ops.groups import Groups, same_values
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
-from fusible_ops.parameters import Unchanged
 from fusible_ops.quantized_linear import QuantizedLinear
-from fusible_ops.quantized_tensor import QuantizedTensor
+from fusible_ops.quantized_parameters import read_by_backward
 
 
 class GroupedMLPFp8(FusedOperation):
@@ -117,8 +116,7 @@ class GroupedMLPFp8(FusedOperation):
             ctx.probs_shape = None if probs is None else probs.shape
             ctx.scales_shape = None if scales is None else scales.shape
             for own, passes in ((ctx, passes1), (ctxs[self.fc2.at], passes2)):
-                if passes and isinstance(own.held.weights[0], QuantizedTensor):
-                    own.unchanged = Unchanged(own.held.weights)
+                own.unchanged = read_by_backward(own.held) if passes else None
             turned_copies = (x.data_t, x.scale_t, act.data_t, act.scale_t, w1.data_t, w1.scale_t, w2.data_t, w2.scale_t)
             kept_bias = bias2 if self.fc2.wants_dscales(ctxs) else None
             ctx.save_for_backward(offsets, padded, preact, rows, factors, kept_bias, *turned_copies)

@@ -10,12 +10,11 @@ from torch import Tensor
 from cute_kernels.blackwell.rows import PaddedGroups
 from cute_kernels.facts import NO_PLANS, Plans
 from fusible_ops.fused.parts import (
-    activation_at,
     as_rows,
     checked_dtype,
     incoming,
     like_rows_of,
-    linear_at,
+    mlp_of,
     no_grads,
     probs_of_tokens,
     row_factor,
@@ -40,11 +39,7 @@ class PaddedMLP(FusedOperation):
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
         super().__init__(basic_ops)
         ops = self.fusible_parts()
-        self.fc1, at = linear_at(ops, 0)
-        self.act = activation_at(ops, at)
-        self.fc2, end = linear_at(ops, at + 1)
-        if end != len(ops):
-            raise TypeError(f"PaddedMLP takes linear, activation, linear; got {len(ops) - end} more ops")
+        self.fc1, self.act, self.fc2 = mlp_of(ops, "PaddedMLP")
 
     def keeps(self) -> dict[int, int]:
         return {0: 0, 1: self.fc2.at, 2: self.act.at}

@@ -20,10 +20,9 @@ from fusible_ops.fused.fp8_parts import DTYPE, plain_rows
 from fusible_ops.fused.parts import (
     Contexts,
     LinearPart,
-    activation_at,
     checked_dtype,
     like_rows_of,
-    linear_at,
+    mlp_of,
     no_grads,
     row_factor,
     viewed,
@@ -31,9 +30,9 @@ from fusible_ops.fused.parts import (
 from fusible_ops.fused.unfused import Unfused
 from fusible_ops.groups import same_values
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
-from fusible_ops.parameters import Unchanged, as_one
+from fusible_ops.parameters import as_one
 from fusible_ops.quantized_linear import QuantizedLinear
-from fusible_ops.quantized_parameters import as_held
+from fusible_ops.quantized_parameters import as_held, read_by_backward
 from fusible_ops.quantized_tensor import QuantizedTensor
 
 
@@ -52,12 +51,10 @@ class PaddedMLPMxfp8(FusedOperation):
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
         super().__init__(basic_ops)
         ops = self.fusible_parts()
-        self.fc1, at = linear_at(ops, 0)
-        self.act = activation_at(ops, at)
-        self.fc2, end = linear_at(ops, at + 1)
-        if end != len(ops):
-            raise TypeError(f"PaddedMLPMxfp8 takes linear, activation, linear; got {len(ops) - end} more ops")
-        self.unfused = Unfused([QuantizedLinear(ops[:at]), ops[at], QuantizedLinear(ops[at + 1 :])])
+        self.fc1, self.act, self.fc2 = mlp_of(ops, "PaddedMLPMxfp8")
+        self.unfused = Unfused(
+            [QuantizedLinear(ops[: self.act.at]), ops[self.act.at], QuantizedLinear(ops[self.fc2.at :])]
+        )
 
     def keeps(self) -> dict[int, int]:
         return {0: 0, 1: 0, 2: self.fc2.at, 3: self.fc2.at, 4: self.act.at}
@@ -102,8 +99,7 @@ class PaddedMLPMxfp8(FusedOperation):
             ctx.groups, ctx.input_shape, ctx.num_weights1 = groups, input_.shape, len(w1) - 2
             ctx.probs_shape, ctx.scales_shape = (None if t is None else t.shape for t in (probs, scales))
             for own, passes in ((ctx, passes1), (ctx2, passes2)):
-                if passes and isinstance(own.held.weights[0], QuantizedTensor):
-                    own.unchanged = Unchanged(own.held.weights)
+                own.unchanged = read_by_backward(own.held) if passes else None
             ctx.save_for_backward(
                 *(quantize_rows(x, groups.ends, True) if trains1 else (None, None)),
                 *((act_t, act_t_scale) if trains2 else (None, None)),

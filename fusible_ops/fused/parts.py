@@ -226,6 +226,16 @@ def activation_at(ops: Sequence[BasicOperation], at: int) -> ActivationPart:
     return ActivationPart(op, at)
 
 
+def mlp_of(ops: Sequence[BasicOperation], owner: str) -> tuple[LinearPart, ActivationPart, LinearPart]:
+    """Linear, activation, linear, which are all of `ops`. TypeError, in the name of `owner`, for anything else."""
+    fc1, at = linear_at(ops, 0)
+    act = activation_at(ops, at)
+    fc2, end = linear_at(ops, at + 1)
+    if end != len(ops):
+        raise TypeError(f"{owner} takes linear, activation, linear; got {len(ops) - end} more ops")
+    return fc1, act, fc2
+
+
 def no_grads(ctxs: Contexts) -> tuple[list[ParamGrads], list[ParamGrads]]:
     """Empty places for the gradients of all parameters, and of all extra inputs."""
     return [[None] * len(ctx.wants) for ctx in ctxs], [[None] * len(ctx.extra_wants) for ctx in ctxs]
