@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,17 +64,44 @@ def make_problem(hidden: int, intermediate: int, groups: int, rows: int) -> Prob
     )
 
 
+def make_mlp(
+    hidden: int,
+    intermediate: int,
+    groups: int,
+    activation: ops.FusibleOperation | None = None,
+    bias: bool = False,
+    stacked: bool = True,
+    **sequential: Any,
+) -> ops.Sequential:
+    """GroupedLinear, a GLU (ScaledSwiGLU), GroupedLinear in BF16 on the GPU. sequential: arguments of the Sequential,
+    which raises for what does not fuse unless they say otherwise.
+    """
+    linear = functools.partial(
+        ops.GroupedLinear,
+        groups,
+        bias=bias,
+        device="cuda",
+        dtype=torch.bfloat16,
+        single_grouped_weight=stacked,
+        single_grouped_bias=stacked and bias,
+    )
+    fc1, fc2 = linear(hidden, 2 * intermediate), linear(intermediate, hidden)
+    middle = ops.ScaledSwiGLU() if activation is None else activation
+    return ops.Sequential(fc1, middle, fc2, **(sequential or {"on_unfused": "error"}))
+
+
+def layer_of(p: Problem, **sequential: Any) -> ops.Sequential:
+    """`make_mlp` over the problem's own weights."""
+    mlp = make_mlp(p.x.shape[1], p.intermediate, p.w1.shape[0], **sequential)
+    for parameter, weight in zip(mlp.parameters(), (p.w1, p.w2), strict=True):
+        parameter.data = weight
+    return mlp
+
+
 def our_layer(p: Problem) -> dict[str, Calls]:
     """The public module for the layer rows, the operators for the parts."""
-    groups, hidden = p.w1.shape[0], p.x.shape[1]
-    linear = functools.partial(
-        ops.GroupedLinear, groups, bias=False, device="cuda", dtype=torch.bfloat16, single_grouped_weight=True
-    )
-    fc1, fc2 = linear(hidden, 2 * p.intermediate), linear(p.intermediate, hidden)
-    fc1.first_weight.data, fc2.first_weight.data = p.w1, p.w2
-    mlp = ops.Sequential(fc1, ops.ScaledSwiGLU(), fc2, on_unfused="error")
-    x, probs = p.x.detach().requires_grad_(), p.probs.detach().requires_grad_()
-    weights, offsets = [fc1.first_weight, fc2.first_weight], p.offsets
+    mlp, offsets = layer_of(p), p.offsets
+    x, probs, weights = p.x.detach().requires_grad_(), p.probs.detach().requires_grad_(), list(mlp.parameters())
 
     def forward() -> torch.Tensor:
         with torch.no_grad():

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 import fusible_ops as ops
 from cute_kernels import ops as kernels
+from fusible_ops.bench.grouped_mlp import make_mlp
 from tests.bench.timing import medians
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
@@ -36,13 +37,7 @@ def layer(
     groups: int, hidden: int, intermediate: int, rows: int, sizes: list[int], bias: bool = False
 ) -> tuple[ops.Sequential, Calls]:
     """GroupedLinear -> SwiGLU -> GroupedLinear with stacked weights; its forward, and forward + backward."""
-    common = {"bias": bias, "single_grouped_weight": True, "single_grouped_bias": bias, **BF16}
-    mlp = ops.Sequential(
-        ops.GroupedLinear(groups, hidden, 2 * intermediate, **common),
-        ops.SwiGLU(),
-        ops.GroupedLinear(groups, intermediate, hidden, **common),
-        on_unfused="error",
-    )
+    mlp = make_mlp(hidden, intermediate, groups, ops.SwiGLU(), bias)
     x, dy = torch.randn(rows, hidden, **BF16, requires_grad=True), torch.randn(rows, hidden, **BF16)
     splits = torch.tensor(sizes, device="cuda")
 

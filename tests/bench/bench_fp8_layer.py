@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import fusible_ops as ops
+from fusible_ops.bench.grouped_mlp import layer_of
 from fusible_ops.bench.peers import Calls, Problem, te_fp8_layer
 from tests.bench.bench_grouped_mlp import SHAPES, make_problem
 from tests.bench.timing import launches, medians
@@ -29,12 +30,7 @@ class Layer:
     """Ours, with stacked weights."""
 
     def __init__(self, p: Problem) -> None:
-        groups, hidden, width = p.w2.shape
-        common = {"bias": False, "device": "cuda", "dtype": torch.bfloat16, "single_grouped_weight": True}
-        fc1 = ops.GroupedLinear(groups, hidden, 2 * width, **common)
-        fc2 = ops.GroupedLinear(groups, width, hidden, **common)
-        fc1.weight.data, fc2.weight.data = p.w1, p.w2
-        self.mlp, self.p = ops.Sequential(fc1, ops.ScaledSwiGLU(), fc2, on_unfused="error"), p
+        self.mlp, self.p = layer_of(p), p
         self.x, self.probs = p.x.detach().requires_grad_(), p.probs.detach().requires_grad_()
 
     def forward(self, recipe: ops.Recipe | None, keep: bool = True) -> Tensor:

@@ -22,24 +22,13 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-import fusible_ops as ops
 from cute_kernels import launch
+from fusible_ops.bench.grouped_mlp import make_mlp
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 HIDDEN = INTERMEDIATE = 128
 ROWS = 64
 IN_A_ROW = 20
-
-
-def make_mlp(groups: int, hidden: int, intermediate: int, stacked: bool) -> ops.Sequential:
-    """GroupedLinear -> ScaledSwiGLU -> GroupedLinear without bias."""
-    common = {"bias": False, "single_grouped_weight": stacked, **BF16}
-    return ops.Sequential(
-        ops.GroupedLinear(groups, hidden, 2 * intermediate, **common),
-        ops.ScaledSwiGLU(),
-        ops.GroupedLinear(groups, intermediate, hidden, **common),
-        on_unfused="error",
-    )
 
 
 class Nothing(torch.autograd.Function):
@@ -125,7 +114,7 @@ def layer(groups: int, stacked: bool) -> tuple[Callable[[], Tensor], Callable[[]
     splits[: min(groups, ROWS)] = ROWS // min(groups, ROWS)
     x = torch.randn(ROWS, HIDDEN, **BF16, requires_grad=True)
     probs = torch.rand(ROWS, device="cuda", requires_grad=True)
-    mlp = make_mlp(groups, HIDDEN, INTERMEDIATE, stacked)
+    mlp = make_mlp(HIDDEN, INTERMEDIATE, groups, stacked=stacked)
     parameters = list(mlp.parameters())
     shapes = [(groups, 2 * INTERMEDIATE, HIDDEN), (groups, HIDDEN, INTERMEDIATE)]
 
@@ -197,7 +186,7 @@ def bench_causes() -> None:
 
 
 def bench_launches() -> None:
-    mlp = make_mlp(8, 256, 128, stacked=True)
+    mlp = make_mlp(256, 128, 8)
     x = torch.randn(512, 256, **BF16, requires_grad=True)
     probs = torch.rand(512, device="cuda", requires_grad=True)
     splits = torch.full((8,), 64, dtype=torch.int32, device="cuda")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-import fusible_ops as ops
+from fusible_ops.bench.grouped_mlp import layer_of
 from fusible_ops.bench.peers import Problem, compiled_swiglu
 from tests.bench.bench_grouped_mlp import SHAPES, make_problem
 from tests.bench.timing import MIB, requested_bytes
@@ -26,15 +26,7 @@ Step = Callable[[], Iterator[None]]
 
 
 def our_step(p: Problem, fused: bool) -> Step:
-    groups, hidden = p.w1.shape[0], p.x.shape[1]
-    common = {"bias": False, "device": "cuda", "dtype": torch.bfloat16, "single_grouped_weight": True}
-    mlp = ops.Sequential(
-        ops.GroupedLinear(groups, hidden, 2 * p.intermediate, **common),
-        ops.ScaledSwiGLU(),
-        ops.GroupedLinear(groups, p.intermediate, hidden, **common),
-        **({"on_unfused": "error"} if fused else {"rules": ()}),
-    )
-    mlp[0].weight.data, mlp[2].weight.data = p.w1, p.w2
+    mlp = layer_of(p) if fused else layer_of(p, rules=())
     x, probs = p.x.detach().requires_grad_(), p.probs.detach().requires_grad_()
 
     def step() -> Iterator[None]:

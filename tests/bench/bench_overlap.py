@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
+from fusible_ops.bench.grouped_mlp import make_mlp
 from tests.bench.bench_grouped_mlp import SHAPES, make_problem
-from tests.bench.bench_host import make_mlp
 
 COLUMNS = ("first", "scheduler", "sm_margin", "layer_ms", "copy_ms", "both_ms")
 
@@ -46,7 +46,7 @@ def make_layer(shape: str):
     """(the module, a function that runs its forward and backward)."""
     hidden, intermediate, groups, rows = SHAPES[shape]
     p = make_problem(hidden, intermediate, groups, rows)
-    mlp = make_mlp(groups, hidden, intermediate, stacked=True)
+    mlp = make_mlp(hidden, intermediate, groups)
     mlp[0].weight.data, mlp[2].weight.data = p.w1, p.w2
     x, probs = p.x.requires_grad_(), p.probs.requires_grad_()
     wanted = [x, probs, *mlp.parameters()]
