@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -50,10 +52,14 @@ def test_import_needs_torch_alone(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_import_adds_little_to_that_of_torch(package: str) -> None:
+def test_import_adds_little_to_that_of_torch(package: str, tmp_path: Path) -> None:
+    """As after an installation, which compiles the sources: the first run here writes the bytecode, unmeasured."""
     program = f"import torch, time; t = time.process_time(); import {package}; print(time.process_time() - t)"
-    runs = (
-        float(subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True).stdout)
-        for _ in range(3)
-    )
-    assert any(seconds <= MOST_SECONDS for seconds in runs), f"import {package} takes more than {MOST_SECONDS} s"
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    taken = []
+    for run in range(4):
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        if run > 0:
+            taken.append(float(result.stdout))
+    assert min(taken) <= MOST_SECONDS, f"import {package} takes {taken} s"
