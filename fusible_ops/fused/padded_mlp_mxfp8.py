@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from cute_kernels.blackwell.mxfp8_reference import quantize_rows
-from cute_kernels.blackwell.operands import operand
 from cute_kernels.blackwell.rows import PaddedGroups
-from cute_kernels.quantization.formats import Format
-from cute_kernels.quantization.quantize import Quantized, quantize
-from cute_kernels.quantization.scale_layout import from_storage
-from fusible_ops import casts
-from fusible_ops.fused.fp8_parts import DTYPE, plain_rows
-from fusible_ops.fused.parts import (
-    Contexts,
-    LinearPart,
-    checked_dtype,
-    like_rows_of,
-    mlp_of,
-    no_grads,
-    row_factor,
-    viewed,
-)
+from fusible_ops.fused.fp8_parts import plain_rows
+from fusible_ops.fused.padded_mxfp8_parts import along_rows, put_grads, put_own_grads, weights_of
+from fusible_ops.fused.parts import checked_dtype, like_rows_of, mlp_of, no_grads, row_factor, viewed
 from fusible_ops.fused.unfused import Unfused
 from fusible_ops.groups import same_values
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
-from fusible_ops.parameters import as_one
 from fusible_ops.quantized_linear import QuantizedLinear
-from fusible_ops.quantized_parameters import as_held, read_by_backward
-from fusible_ops.quantized_tensor import QuantizedTensor
+from fusible_ops.quantized_parameters import read_by_backward
 
 
 class PaddedMLPMxfp8(FusedOperation):
@@ -87,7 +70,8 @@ class PaddedMLPMxfp8(FusedOperation):
         )
         format = recipe.operand_format("weight")
         w1, w2 = (
-            _weights(part, ctxs, format, passes, records) for part, passes in ((self.fc1, passes1), (self.fc2, passes2))
+            weights_of(part, ctxs, format, passes, records)
+            for part, passes in ((self.fc1, passes1), (self.fc2, passes2))
         )
         bias1, bias2 = self.fc1.bias(ctxs, dtype, records), self.fc2.bias(ctxs, dtype, records)
         x = groups.pad(rows)
@@ -125,15 +109,7 @@ class PaddedMLPMxfp8(FusedOperation):
         groups, kernels, ends = ctx.groups, ctx.kernels, ctx.groups.ends
         rows = plain_rows(grad_output)
         dy = groups.pad(rows)
-        db2 = None
-        if self.fc2.wants_dbias(ctxs):
-            db2 = ctx.formulas.grouped_dbias(rows, groups.offsets, factors)
-        if self.fc2.wants_dscales(ctxs):
-            dscales = ctx.formulas.grouped_dscale(rows, bias2, groups.offsets)
-            extra_grads[self.fc2.at] = [None, viewed(dscales, ctx.scales_shape)]
-        if act is not None:
-            dy_t = _along_rows(*quantize_rows(dy, ends, True))
-            self._put_grads(self.fc2, ctxs, grads, dy_t, _along_rows(act, act_scale), db2)
+        put_own_grads(self.fc2, ctxs, (grads, extra_grads), rows, dy, along_rows(act, act_scale), factors, bias2)
         del act, act_scale
         if preact is None:
             return None, grads, extra_grads
@@ -152,104 +128,10 @@ class PaddedMLPMxfp8(FusedOperation):
         if dprobs is not None:
             extra_grads[self.act.at] = [viewed(groups.unpad(dprobs), ctx.probs_shape)]
         if x is not None:
-            self._put_grads(
-                self.fc1, ctxs, grads, _along_rows(dpreact_t, dpreact_t_scale), _along_rows(x, x_scale), db1
-            )
+            put_grads(self.fc1, ctxs, grads, along_rows(dpreact_t, dpreact_t_scale), along_rows(x, x_scale), db1)
         del x, x_scale, dpreact_t, dpreact_t_scale
         dx = None
         if w1:
             dx = kernels.padded_mxfp8_gemm(*dpreact, w1[0].mT, w1[1], ends)
             dx = viewed(groups.unpad(dx), ctx.input_shape)
         return dx, grads, extra_grads
-
-    def _put_grads(
-        self,
-        part: LinearPart,
-        ctxs: Contexts,
-        grads: list[ParamGrads],
-        dy: AlongRows | None,
-        x: AlongRows | None,
-        db: Tensor | None,
-    ) -> None:
-        """The parameters' gradients of one linear into its place. db: its bias gradient, if that is wanted."""
-        groups, products = ctxs[0].groups, PaddedMxfp8Products(ctxs[0].kernels, ctxs[0].groups.ends)
-        part.put_grads(ctxs, grads, products, dy, x, groups.padded_offsets, db=db)  # type: ignore[arg-type]
-
-
-class AlongRows(NamedTuple):
-    """A matrix [M, C] quantised along its rows, as an operand of a weight gradient."""
-
-    data: Tensor
-    scale: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.data.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return DTYPE
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-
-def _along_rows(data: Tensor | None, scale: Tensor | None) -> AlongRows | None:
-    """An operand of a weight gradient; None if it was not kept."""
-    return None if data is None or scale is None else AlongRows(data, scale)
-
-
-@dataclass(frozen=True)
-class PaddedMxfp8Products:
-    """Weight gradients of operands quantised along their padded rows, under the names that `WeightGrad` calls."""
-
-    kernels: Any
-    ends: Tensor
-
-    def grouped_wgrad(self, dy: AlongRows, x: AlongRows, offsets: Tensor, glu_interleave: int = 0) -> Tensor:
-        return self.kernels.padded_mxfp8_wgrad(*dy, *x, self.ends)
-
-    def grouped_wgrad_(
-        self, out: Sequence[Tensor], dy: AlongRows, x: AlongRows, offsets: Tensor, glu_interleave: int, accumulate: bool
-    ) -> None:
-        self.kernels.padded_mxfp8_wgrad_(out, *dy, *x, self.ends, accumulate)
-
-
-def _weights(part: LinearPart, ctxs: Contexts, format: Format, columnwise: bool, records: bool) -> list[Tensor]:
-    """A linear's weights [G, N, K] as the kernels read them: data, scales, and if `columnwise` those of the column-wise
-    copy. Quantised once per update, or as they are held.
-    """
-    own = ctxs[part.at].held
-    parameters = own.weights
-    if isinstance(parameters[0], QuantizedTensor):
-        held = as_held(own, columnwise, ctxs[part.at].owner)
-        if held.format == format:
-            return _as_operands(held.rowwise, held.columnwise, format, held=True)
-        return _quantized(held.dequantize(DTYPE), format, columnwise)
-
-    def make() -> list[Tensor]:
-        plain = as_one(parameters, 3).to(DTYPE)
-        return _quantized(plain.mT if own.transposed else plain, format, columnwise)
-
-    return casts.cast(parameters, (format, columnwise, own.transposed, "padded"), records, make)
-
-
-def _quantized(plain: Tensor, format: Format, columnwise: bool) -> list[Tensor]:
-    copies = quantize(plain, format, False), quantize(plain, format, True) if columnwise else None
-    return _as_operands(*copies, format)
-
-
-def _as_operands(
-    rowwise: Quantized | None, columnwise: Quantized | None, format: Format, held: bool = False
-) -> list[Tensor]:
-    """Data and scales of both copies, if there are both. held: their scales lie as a QuantizedTensor's."""
-    made: list[Tensor] = []
-    for direction, copy in ((False, rowwise), (True, columnwise)):
-        if copy is None:
-            continue
-        if held:
-            n, k = copy.data.shape[-2:]
-            copy = Quantized(copy.data, from_storage(copy.scale, format, n, k, direction))
-        made += [t for t in operand(copy, format, direction) if t is not None]
-    return made

@@ -17,7 +17,7 @@ from cute_kernels import ops as kernels
 from cute_kernels.blackwell import frontend, padded_mxfp8
 from cute_kernels.quantization.formats import Format
 from cute_kernels.quantization.quantize import Quantized
-from fusible_ops.fused import padded_mlp_mxfp8 as module
+from fusible_ops.fused import padded_mxfp8_parts as module
 from tests import frontend_double
 from tests.cases import Splits, full
 from tests.compare import assert_as_accurate, assert_bitwise_equal
