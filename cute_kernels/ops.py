@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cute_kernels import reference
+from cute_kernels import fp8_reference, reference
 from cute_kernels.activation import Activation
+from cute_kernels.blackwell import mxfp8_reference
+from cute_kernels.blackwell import reference as padded_reference
 from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.fp8_ops import fp8_grouped_gemm as fp8_grouped_gemm
 from cute_kernels.fp8_ops import fp8_grouped_gemm_act as fp8_grouped_gemm_act
@@ -333,3 +335,12 @@ def formulas(plain: bool) -> Any:
     compiler's have no values, and host code that reads offsets cannot run on them), as operators.
     """
     return reference if plain else _reference_operators
+
+
+REFERENCES = (reference, fp8_reference, padded_reference, mxfp8_reference)
+"""The modules that say what the functions above compute."""
+
+
+def formula(name: str) -> Callable[..., Any]:
+    """What the function above called `name` computes, in plain PyTorch on the tensors' own device: its reference."""
+    return next(getattr(module, name) for module in REFERENCES if hasattr(module, name))

@@ -15,7 +15,7 @@ from cute_kernels.facts import WITHOUT_MEMORY
 from cute_kernels.launch import NoKernelError
 from cute_kernels.ops import are_plain, entry_points
 from cute_kernels.scheduling import ALONE, LONG_ROWS, Sharing
-from fusible_ops.fallback import give_up, run_unfused
+from fusible_ops.fallback import run_unfused, spare
 from fusible_ops.op import OperationContext
 from fusible_ops.parameters import Held
 from fusible_ops.quantized_tensor import QuantizedTensor
@@ -59,7 +59,7 @@ class Call:
 
     def begin(self, x: Tensor, needs: tuple[bool, ...], recorded: bool) -> None:
         """Make the contexts. needs, recorded: as `OperationFuser.context_kinds`."""
-        fuser, route = self.fuser, self.route
+        fuser, route, self.needs = self.fuser, self.route, needs
         made = route.contexts.get((needs, recorded))
         if made is None:
             kinds = fuser.context_kinds(route, self.held, needs, recorded)
@@ -139,7 +139,7 @@ class Call:
 
     def backward(self, saved: list[Tensor | None], grad: Tensor | None) -> list[Tensor | None]:
         """Gradients of (x, all parameters, all extra inputs). `saved` is emptied: the ops let go of what they used."""
-        contexts, grad = self.contexts, self.restore(saved, grad)
+        contexts, grad, known = self.contexts, self.restore(saved, grad), self.needs in self.route.went_back
         param_grads: list[Sequence[Tensor | None] | None] = [None] * len(contexts)
         extra_grads: list[Sequence[Tensor | None] | None] = [None] * len(contexts)
         for step in reversed(self.route.steps):
@@ -147,15 +147,16 @@ class Call:
             if grad is None or not any(ctx.requires_grad for ctx in own):
                 grad = None
                 break
-            try:
-                with shown(step.name, "backward"):
-                    grad, param_grads[step.span], extra_grads[step.span] = step.op.fuser_backward(
-                        own, grad, basic_op_grad_extra_outputs=[()] * len(own)
-                    )
-            except NoKernelError as error:
-                give_up(self.fuser, self.route, step, error)
+            if not known:
+                spare(self.fuser, self.route, step, own)
+            with shown(step.name, "backward"):
+                grad, param_grads[step.span], extra_grads[step.span] = step.op.fuser_backward(
+                    own, grad, basic_op_grad_extra_outputs=[()] * len(own)
+                )
             for ctx in own:
                 ctx.saved_tensors = ()
+        if not self.route.failed:
+            self.route.went_back.add(self.needs)
         return self.flat(grad, param_grads, extra_grads)
 
     def flat(

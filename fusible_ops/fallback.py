@@ -1,26 +1,29 @@
 """What becomes of a call when a kernel of a fused step cannot be had: it does not compile, or does not load.
 
 A fused operation asks for its kernels before it changes anything that lasts, so in forward its ops run unfused instead,
-with a warning; the run remembers that, and `explain()` shows it as a refusal. In backward it is too late for the call
-itself: forward has kept what the fused backward needs. With on_unfused="error" the error is raised in both.
+with a warning; the run remembers that, and `explain()` shows it as a refusal. A backward must take what the fused
+forward has kept, so there each kernel that is missing is replaced by its formula. With on_unfused="error" the error is
+raised in both.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from cute_kernels.facts import NO_PLANS
+from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.launch import NoKernelError
 from cute_kernels.limits import Refusal
+from cute_kernels.ops import formula
 from fusible_ops.route import Route, Step
 from patterns import Refused
 
 if TYPE_CHECKING:
     from fusible_ops.call import Call
     from fusible_ops.fuser import OperationFuser
+    from fusible_ops.op import OperationContext
 
 HELP = "`fusible-ops doctor` checks what compiles and loads kernels"
 
@@ -53,30 +56,53 @@ def run_unfused(call: Call, step: Step, error: NoKernelError, recorded: bool) ->
     return Route(fuser.steps(*kind), *kind, former.plain, keeps_plans=False)
 
 
-def give_up(fuser: OperationFuser, route: Route, step: Step, error: NoKernelError) -> NoReturn:
-    """Raise what has stopped the backward of `step`; calls after this one run its ops unfused."""
+class KernelsOrFormulas:
+    """Functions of `kernels` by name; where a kernel cannot be had its formula computes the same in PyTorch, and
+    `failed` is told the error.
+    """
+
+    def __init__(self, kernels: Any, failed: Callable[[NoKernelError], None]) -> None:
+        self._kernels, self._failed = kernels, failed
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._kernels, name)
+
+        def call(*args: Any, plans: Plans = NO_PLANS, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs) if plans is NO_PLANS else function(*args, plans=plans, **kwargs)
+            except NoKernelError as error:
+                self._failed(error)
+                return formula(name)(*args, **kwargs)
+
+        return call
+
+
+def spare(fuser: OperationFuser, route: Route, step: Step, contexts: Sequence[OperationContext]) -> None:
+    """Have the backward of `step` go on where a kernel cannot be had: its formula runs instead, with a warning, and
+    calls after this one run the step's ops unfused. With on_unfused="error" the error is raised.
+    """
     if not step.rule:
-        raise error
-    fuser.fail(route, step, error)
-    if fuser.on_unfused == "error":
-        raise error
-    raise NoKernelError(
-        f"{step.name} backward: {_first_line(error)}; its forward has run fused already, so gradients of this call are "
-        f"lost. From the next call on these ops run unfused; {HELP}"
-    ) from error
+        return
+    known, told = weakref.ref(fuser), False  # what waits for its backward must not keep the run alive
 
-
-def giving_up(fuser: OperationFuser, route: Route, step: Step) -> Callable[[NoKernelError], NoReturn]:
-    """`give_up`, for what the run itself holds and must not keep it alive."""
-    known = weakref.ref(fuser)
-
-    def lost(error: NoKernelError) -> NoReturn:
+    def failed(error: NoKernelError) -> None:
+        nonlocal told
         fuser = known()
-        if fuser is None:
+        if fuser is None or told:
+            return
+        told = True
+        fuser.fail(route, step, error)
+        if fuser.on_unfused == "error":
             raise error
-        give_up(fuser, route, step, error)
+        warnings.warn(
+            f"{step.name} backward: {_first_line(error)}; PyTorch computes what this kernel would have, and the next "
+            f"calls run unfused; {HELP}, and on_unfused='error' raises instead",
+            stacklevel=2,
+        )
 
-    return lost
+    kernels = KernelsOrFormulas(contexts[0].kernels, failed)
+    for ctx in contexts:
+        ctx.kernels = kernels
 
 
 def _first_line(error: NoKernelError) -> str:

@@ -25,7 +25,7 @@ from fusible_ops.call import (
     tokens_only,
     without_autocast,
 )
-from fusible_ops.fallback import give_up, run_unfused
+from fusible_ops.fallback import run_unfused, spare
 from fusible_ops.op import FusedOperation
 from fusible_ops.ranges import shown
 
@@ -179,7 +179,7 @@ class FullCall(Call):
         grads: list[list[Tensor | None]] = [[None] * op.num_extra_outputs for op in self.fuser.basic_ops]
         for given, (i, j) in zip(output_grads, routing.public_outputs, strict=True):
             grads[i][j] = None if given is None else self._outside(given, i)
-        dx = self.restore(saved, grad)
+        dx, known = self.restore(saved, grad), self.needs in self.route.went_back
         param_grads: list[Sequence[Tensor | None] | None] = [None] * len(contexts)
         extra_grads: list[Sequence[Tensor | None] | None] = [None] * len(contexts)
         for step in reversed(self.route.backward_steps):
@@ -187,13 +187,12 @@ class FullCall(Call):
             if dx is None or not any(ctx.requires_grad for ctx in own):
                 dx = None
                 break
-            try:
-                with shown(step.name, "backward"):
-                    dx, param_grads[step.span], extra_grads[step.span] = step.op.fuser_backward(
-                        own, dx, basic_op_grad_extra_outputs=grads[step.span]
-                    )
-            except NoKernelError as error:
-                give_up(self.fuser, self.route, step, error)
+            if not known:
+                spare(self.fuser, self.route, step, own)
+            with shown(step.name, "backward"):
+                dx, param_grads[step.span], extra_grads[step.span] = step.op.fuser_backward(
+                    own, dx, basic_op_grad_extra_outputs=grads[step.span]
+                )
             for i in span:
                 contexts[i].saved_tensors = ()
                 for given, source in zip(extra_grads[i] or (), routing.sources[i], strict=False):
@@ -207,6 +206,8 @@ class FullCall(Call):
                 dx = self._into(GRAD_INPUT_BUFFER_KEY, self.grad_buffers, span, span[0], dx)
         if dx is not None:
             dx = tokens_only(dx, self.lead_offsets)
+        if not self.route.failed:
+            self.route.went_back.add(self.needs)
         return self.flat(dx, param_grads, [self._public(i, own) for i, own in enumerate(extra_grads)])
 
     def _public(self, index: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:

@@ -23,7 +23,7 @@ from cute_kernels.target import Target
 from fusible_ops.autocast_mode import current_recipe
 from fusible_ops.call import Call, autocast_dtype_on, owned, record, without_autocast
 from fusible_ops.channels import Routing
-from fusible_ops.fallback import giving_up, refused
+from fusible_ops.fallback import refused
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, Shortcut
 from fusible_ops.parameters import Held
 from fusible_ops.planning import described, failed_among, planned_steps, titled
@@ -131,6 +131,7 @@ class OperationFuser:
     def fail(self, route: Route, step: Step, error: NoKernelError) -> None:
         """Remember that kernels of this step cannot be had: calls after this one run its ops unfused."""
         key = self._kind(Target.of(route.device), route.autocast_dtype, route.recipe)
+        route.failed = True
         self._failed[key] = (*self._failed.get(key, ()), refused(step, error))
         self._routes, self._recent, self._shortcuts = {}, [], []
         self._steps, self._least_rows = {}, {}
@@ -219,7 +220,7 @@ class OperationFuser:
                 needs = (False, False, *[p.requires_grad for p in parameters], *[False] * len(extra_inputs))
                 y = owned(call.forward(x, needs, False), x)
         route = call.route  # another one if a kernel did not compile
-        if records in route.unshortened:
+        if records in route.unshortened and (not records or call.needs in route.went_back):
             route.unshortened.remove(records)
             self._shorten(route, call.contexts, x, extra_inputs)
         return y
@@ -280,7 +281,6 @@ class OperationFuser:
             return
         made = step.op.shortcut(ctxs, x, extra_inputs, self.sharing, step.name)
         if made is not None:
-            made.lost = giving_up(self, route, step)
             self._shortcuts = [made, *self._shortcuts][:MOST_RECENT]
 
     def _route(

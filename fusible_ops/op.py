@@ -7,15 +7,14 @@ basic ops at once through the same `fuser_*` pair. Autograd never records inside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from cute_kernels import reference
 from cute_kernels.facts import NO_PLANS, Plans
-from cute_kernels.launch import NoKernelError
 from cute_kernels.quantization.formats import Format
 from cute_kernels.quantization.random_bits import random_state
 from cute_kernels.scheduling import Sharing
@@ -329,11 +328,10 @@ class BasicOperation(GraphKey, FusibleOperation, ChannelEnds):
 class Shortcut(Protocol):
     """How a fused operation that is a whole run does calls that are alike, with nothing left to decide.
 
-    records: whether for calls that record gradients. lost: told, and to raise, when backward finds no kernel.
+    records: whether for calls that record gradients; of such some have run backward before.
     """
 
     records: bool
-    lost: Callable[[NoKernelError], NoReturn]
 
     def __call__(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> Tensor | None:
         """What the run gives; None, and nothing has run, if this call is not alike."""

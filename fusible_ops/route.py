@@ -58,6 +58,10 @@ class Route:
         """For each pattern of wanted gradients (see `OperationFuser.context_kinds`): of each basic op the kind of its
         context, and its plans.
         """
+        self.went_back: set[tuple[bool, ...]] = set()
+        """For which patterns of wanted gradients a backward has run, so that its kernels can be had."""
+        self.failed = False
+        """Whether a kernel of these steps could not be had."""
         self.unshortened: set[bool] = set()
         """Whether gradients are recorded, for calls for which no shortcut was asked since the last one was learnt."""
         self._alike: list[Callable[..., bool]] = []  # for x and the parameters, then for each extra input

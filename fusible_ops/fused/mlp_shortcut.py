@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, likeness
-from cute_kernels.launch import NoKernelError
 from cute_kernels.ops import are_plain
 from cute_kernels.scheduling import Sharing
 from fusible_ops import casts
@@ -83,8 +82,6 @@ class MLPShortcut:
 
     first, second: contexts of the linears in the call that this was made after.
     """
-
-    lost: Callable[[NoKernelError], NoReturn]
 
     def __init__(
         self,
@@ -200,10 +197,7 @@ class _Run(torch.autograd.Function):
         shortcut.check_backward(ctx.weights, ctx.unchanged)
         let_go(ctx)
         kernels = backward_kernels(ctx.kernels, dy, are_plain((dy, *saved)))
-        try:
-            dx, *rest = shortcut.backward(kernels, dy, saved, ctx.weights)
-        except NoKernelError as error:
-            shortcut.lost(error)
+        dx, *rest = shortcut.backward(kernels, dy, saved, ctx.weights)
         return dx, None, None, None, *rest
 
 

@@ -168,27 +168,100 @@ def test_ops_around_the_step_run_once(launches: Launches) -> None:
         assert_same([*results, arguments[0].grad], [*wanted, other[0].grad])
 
 
-@pytest.mark.parametrize("failing", ["dact", "grouped_wgrad_kernel"])
-def test_a_backward_kernel_that_does_not_compile(launches: Launches, failing: str) -> None:
-    """The call is lost, with words; the next one is not."""
-    launches.failing = {failing}
-    model = layer()
-    y = model(*inputs())
-    with pytest.raises(launch.NoKernelError, match=r"grouped_mlp .*backward: .*no registers left; .*next call"):
-        y.backward(torch.ones_like(y))
-    assert "compile" in model.explain()
-    assert_same(trained(model), trained(layer(rules=())))
+def fail(monkeypatch: pytest.MonkeyPatch, name: str, times_before: int = 0) -> list[str]:
+    """The entry point `name` has no kernel from its call `times_before` on, and all others compute; its calls."""
+    former, called = getattr(kernels, name), []
+
+    def fails(*arguments: Any, **more: Any) -> Any:
+        called.append(name)
+        if len(called) > times_before:
+            raise launch.CompileError(f"{name} does not compile for sm_90a: {CAUSE}")
+        return former(*arguments, **more)
+
+    monkeypatch.setattr(kernels, name, fails)
+    return called
 
 
-def test_a_backward_by_the_shortcut(launches: Launches) -> None:
-    """Several forwards before the first backward: the last one has taken the shortcut."""
-    launches.failing = {"dact"}
-    model = layer()
-    y = [model(*inputs()) for _ in range(4)][-1]
-    with pytest.raises(launch.NoKernelError, match=r"grouped_mlp .*backward: .*no registers left; .*next call"):
-        y.backward(torch.ones_like(y))
-    assert "MLPShortcut" in str(type(getattr(y.grad_fn, "shortcut", None)))
-    assert_same(trained(model), trained(layer(rules=())))
+@pytest.mark.parametrize("recipe", [None, ops.Float8BlockScaling()])
+@pytest.mark.parametrize("failing", ["gemm_dact", "wgrad", "gemm_dgrad"])
+def test_a_backward_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, failing: str, recipe: Any) -> None:
+    """Its formula takes its place, and nothing is lost; the next call runs unfused."""
+    if recipe is not None and failing == "gemm_dgrad":
+        pytest.skip("that product is forward's too, in FP8")
+    name = f"fp8_grouped_{failing}" if recipe else f"grouped_{failing}"
+    with as_if_on("sm_90a"), ops.autocast(enabled=recipe is not None, recipe=recipe):
+        wanted, unfused = trained(layer()), trained(layer(rules=()))
+        called = fail(monkeypatch, name)
+        model = layer()
+        with pytest.warns(
+            UserWarning, match=rf"grouped_mlp\w* .*backward: {name} .*no registers left; .*doctor"
+        ) as told:
+            assert_same(trained(model), wanted)
+        assert len(told) == 1 and len(called) == (2 if failing == "wgrad" else 1)
+        assert "compile  needs its kernels; " in model.explain()
+        assert_same(trained(model), unfused)
+        assert len(called) == (2 if failing == "wgrad" else 1), "tried again"
+
+
+def test_what_backward_has_added_is_not_added_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FC2's weight gradient is in main_grad when the kernel of FC1's turns out to be missing."""
+
+    def summed() -> list[Tensor]:
+        model = layer()
+        for op in (model[0], model[2]):
+            op.accumulate_into_main_grad = True
+            for p in op.parameters():
+                p.main_grad = torch.ones_like(p, dtype=torch.float32)
+        model(*inputs()).float().sum().backward()
+        return [p.main_grad for p in model.parameters()]
+
+    with as_if_on("sm_90a"):
+        wanted = summed()
+        called = fail(monkeypatch, "grouped_wgrad_", times_before=1)
+        with pytest.warns(UserWarning, match="backward: grouped_wgrad_ does not compile"):
+            assert_same(summed(), wanted)
+    assert len(called) == 2
+
+
+def test_backwards_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several forwards before the first backward: none of them has taken a shortcut, whose backward asks for kernels
+    that were never had."""
+    with as_if_on("sm_90a"):
+        model, wanted = layer(), trained(layer())
+        fail(monkeypatch, "grouped_gemm_dact")
+        calls = [(given, model(*given)) for given in (inputs() for _ in range(4))]
+        for given, y in calls:
+            model.zero_grad()
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                y.backward(torch.ones_like(y))
+            assert_same([y, given[0].grad, given[2].grad, *[p.grad for p in model.parameters()]], wanted)
+            assert [str(one.message) for one in told if "no registers left" in str(one.message)]
+
+
+def test_backward_of_a_call_with_extra_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def results() -> list[Tensor]:
+        model, given = ops.Sequential(*layer(), ops.MakeExtraOutput()), inputs()
+        y, tapped = model(*given)
+        (y.float().sum() + 2 * tapped.float().sum()).backward()
+        return [y, given[0].grad, *[p.grad for p in model.parameters()]]
+
+    with as_if_on("sm_90a"):
+        wanted = results()
+        fail(monkeypatch, "grouped_gemm_dact")
+        with pytest.warns(UserWarning, match="backward: grouped_gemm_dact does not compile"):
+            assert_same(results(), wanted)
+
+
+def test_every_entry_point_has_a_formula() -> None:
+    functions = [
+        name
+        for name, value in vars(kernels).items()
+        if callable(value) and hasattr(torch.ops.fusible_ops, name) and not name.startswith("_")
+    ]
+    assert len(functions) >= 30
+    for name in functions:
+        assert kernels.formula(name).__name__ == name
 
 
 def test_a_dropped_layer_is_free_at_once(launches: Launches) -> None:
@@ -220,6 +293,8 @@ def test_on_unfused_error_raises(launches: Launches) -> None:
     y = model(*inputs())
     with pytest.raises(launch.CompileError, match="line 2 of a long log"):
         y.backward(torch.ones_like(y))
+    with pytest.raises(RuntimeError, match=r"compile  needs its kernels.*no registers left"):
+        model(*inputs())
 
 
 @pytest.fixture

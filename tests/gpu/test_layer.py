@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 import fusible_ops as ops
+from cute_kernels import launch
 from tests.bench.timing import launches, requested_bytes
 from tests.cases import Splits, full
 from tests.gpu.test_chains import compare
+from tests.gpu.test_fp8_chains import compare as compare_fp8
 from tests.models import ACTIVATIONS, MLP, Inputs
 
 pytestmark = pytest.mark.gpu("sm_90a")
@@ -129,3 +133,18 @@ def test_peak_memory_of_the_fallback(activation: str) -> None:
     torch.cuda.empty_cache()
     unfused = _peak_bytes(mlp.build(splits, rules=(), **BF16), mlp, splits)
     assert unfused <= fused + splits.rows * mlp.intermediate * 2, (unfused, fused)
+
+
+@pytest.mark.parametrize("compared", [compare, compare_fp8])
+def test_a_backward_kernel_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, compared: Callable[..., None]) -> None:
+    """Its formula runs on the device, on what the fused forward kept."""
+    former = launch.kernel
+
+    def kernel(module: str, options: object, arch: str) -> launch.Function:
+        if "dact" in module or getattr(options, "kind", "") == "dact":
+            raise launch.CompileError("no registers left")
+        return former(module, options, arch)
+
+    monkeypatch.setattr(launch, "kernel", kernel)
+    with pytest.warns(UserWarning, match="backward: no registers left"):
+        compared(MLP(hidden=256, intermediate=128, bias=True), full("uneven", 130, 0, 257, 65), on_unfused="allow")
