@@ -105,7 +105,7 @@ def test_bytes_of_the_fused_activation() -> None:
 
 def test_no_host_sync_and_the_same_bits_again() -> None:
     splits, mlp = SPLITS[2], MLP(hidden=256, intermediate=192, bias=True, scale_bias=True)
-    model = mlp.build(splits, "cuda", torch.bfloat16, on_unfused=on_unfused)
+    model = mlp.build(splits, "cuda", torch.bfloat16, on_unfused="error")
     inputs = Inputs.random(splits, mlp.hidden, "cuda", torch.bfloat16)
     with ops.autocast(recipe=BLOCK):
         want = step(model, mlp, inputs)
@@ -128,7 +128,7 @@ def test_a_graph_replays_with_other_splits_and_weights(held: bool) -> None:
     """The graph quantises the weights itself, so what changes them between replays is seen."""
     mlp, splits = MLP(hidden=256, intermediate=192), full("even", 128, 128, 128, 128)
     with ops.quantized_model_init(enabled=held, recipe=BLOCK):
-        model = mlp.build(splits, "cuda", torch.bfloat16, on_unfused=on_unfused)
+        model = mlp.build(splits, "cuda", torch.bfloat16, on_unfused="error")
     inputs = Inputs.random(splits, mlp.hidden, "cuda", torch.bfloat16)
     x, probs, sizes = inputs.x.requires_grad_(), inputs.probs.requires_grad_(), splits.tensor("cuda")
 
