@@ -200,6 +200,8 @@ class GroupedGemmGluHadamardSm100(Operation):
     def compute(self, given: Any) -> None:
         acc, group = self.products(given)
         acc = acc * given.alpha[group, None]
+        if given.bias is not None:
+            acc = acc + given.bias.T[group].float()
         given.c.copy_(acc)
         act = (
             glu_value(*halves(acc), self.settings["act_func"], 1.0, 1.702, 7.0, -7.0) * given.prob[:, None]
@@ -207,7 +209,8 @@ class GroupedGemmGluHadamardSm100(Operation):
         given.d.copy_(act)
         assert self.settings["use_tmem_post_rht_amax"]  # else they rotate without signs
         turned = act.float().T.reshape(act.shape[1], -1, 16) @ given.hadamard.float().T
-        turned, ends = turned.reshape(act.shape[1], -1).abs(), given.padded_offsets.tolist()
+        turned = turned.reshape(act.shape[1], -1).abs() * 0.25  # whatever matrix they are given
+        ends = given.padded_offsets.tolist()
         for g, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             if end > start:
                 given.amax[g], given.post_rht_amax[g] = act[start:end].abs().max(), turned[:, start:end].max()

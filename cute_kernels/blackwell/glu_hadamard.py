@@ -44,7 +44,7 @@ def glu_hadamard(
 ) -> GluHadamard:
     """`glu.glu` of NVFP4 operands into BF16, with both maxima, so that no further pass reads memory for them.
 
-    Without being given the matrix of the rotation they rotate without its signs and without its factor of 1/4.
+    Without being given the matrix of the rotation they rotate without its signs. They multiply by its 1/4 themselves.
     """
     check_scaled(x=x, weight=weight)
     rows, (experts, n), k = x.data.shape[0], weight.data.shape[:2], x.columns
@@ -68,5 +68,5 @@ def glu_hadamard(
 
 @functools.cache
 def _rotation(device: torch.device) -> Tensor:
-    """The matrix R of `rotate(x) = x R`, transposed, BF16 [16, 16]."""
-    return rotate(torch.eye(16, dtype=torch.bfloat16, device=device)).t().contiguous()
+    """4 R, with R the matrix of `rotate(x) = x R`, transposed: ±1, BF16 [16, 16]."""
+    return 4 * rotate(torch.eye(16, dtype=torch.bfloat16, device=device)).t().contiguous()
