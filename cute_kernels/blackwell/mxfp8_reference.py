@@ -3,28 +3,23 @@
 Rows, `ends` and the interleave are as `cute_kernels.blackwell` says. An operand is its E4M3 data and its E8M0 scales as
 `scale_layout.swizzled_scale` gives them: of rows [M, K] along K; of a weight [E, N, K] along K, contiguous or the
 transposed view of a column-wise copy. Operands of weight gradients are quantised along M, their scales in the order of
-`operands.group_tiles`. Products multiply the values that the operands hold and add up in FP32.
+`operands.group_tiles`. Products are `scaled_reference.product`s. I: columns of the activation, N those before it, twice
+as many for a GLU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from cute_kernels import reference
 from cute_kernels.activation import Activation
-from cute_kernels.activation_reference import activation_forward
-from cute_kernels.blackwell.operands import INTERLEAVE, Operand, operand, tiles_of_rows
+from cute_kernels.blackwell.operands import Operand, operand
 from cute_kernels.blackwell.reference import dact, offsets_of
+from cute_kernels.blackwell.scaled_reference import DTYPE, activated, along_rows, product, rounded
 from cute_kernels.quantization.formats import mxfp8
-from cute_kernels.quantization.quantize import Quantized, dequantize, quantize
-from cute_kernels.quantization.scale_layout import unswizzle_128x4
-
-DTYPE = torch.bfloat16
-"""What products, pre-activations and probs are rounded to."""
-_BLOCK = 32
+from cute_kernels.quantization.quantize import quantize
 
 
 def quantize_rows(t: Tensor, ends: Tensor, columnwise: bool = False) -> Operand:
@@ -47,7 +42,7 @@ def padded_mxfp8_gemm(
     bias_scale: Tensor | None = None,
 ) -> Tensor:
     """y = round(x W_gᵀ (+ s·b_g)); [M, N] BF16. bias: [E, N]; bias_scale: FP32 [M]."""
-    return _product(x, x_scale, weight, weight_scale, ends, bias, bias_scale).to(DTYPE)
+    return product(Operand(x, x_scale), Operand(weight, weight_scale), ends, bias, bias_scale).to(DTYPE)
 
 
 def padded_mxfp8_gemm_act(
@@ -62,11 +57,10 @@ def padded_mxfp8_gemm_act(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """preact = round(x W_gᵀ + b_g), act = f(preact)·p, quantised along its columns and along its rows.
 
-    (data, scale, data along rows, its scale, preact [M, 2I] BF16). probs: FP32 [M], rounded to BF16 first.
+    (data, scale, data along rows, its scale, preact [M, N] BF16). probs: FP32 [M], rounded to BF16 first.
     """
     preact = padded_mxfp8_gemm(x, x_scale, weight, weight_scale, ends, bias)
-    act = activation_forward(reference.deinterleave(preact.float(), INTERLEAVE, 1), activation, rounded(probs))
-    return *quantized(act, ends), preact
+    return *quantized(activated(preact, activation, probs), ends), preact
 
 
 def padded_mxfp8_gemm_dact(
@@ -83,10 +77,10 @@ def padded_mxfp8_gemm_dact(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dA = dy W_gᵀ in FP32, then the gradients of `padded_mxfp8_gemm_act`. weight: [E, I, H], of the linear after it.
 
-    (dpreact quantised both ways as act is there, dprobs FP32 [M] or None, dbias FP32 [E, 2I] or None). dbias is a sum
+    (dpreact quantised both ways as act is there, dprobs FP32 [M] or None, dbias FP32 [E, N] or None). dbias is a sum
     of what is not quantised.
     """
-    grad = _product(dy, dy_scale, weight, weight_scale, ends)
+    grad = product(Operand(dy, dy_scale), Operand(weight, weight_scale), ends)
     return gradients(grad, ends, preact, activation, probs, need_dprobs, need_dbias)
 
 
@@ -107,7 +101,7 @@ def gradients(
 
 def padded_mxfp8_wgrad(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, ends: Tensor) -> Tensor:
     """dW_g = dy_gᵀ x_g; [E, N, K] BF16. dy [M, N], x [M, K]."""
-    return _weight_gradient(dy, dy_scale, x, x_scale, ends).to(DTYPE)
+    return reference.grouped_wgrad(*_pair(dy, dy_scale, x, x_scale, ends), offsets_of(ends)).to(DTYPE)
 
 
 def padded_mxfp8_wgrad_(
@@ -120,41 +114,8 @@ def padded_mxfp8_wgrad_(
     accumulate: bool = False,
 ) -> None:
     """The same into `out` (one [E, N, K] or E [N, K] tensors), overwriting or adding."""
-    values = _along_rows(dy, dy_scale, ends), _along_rows(x, x_scale, ends)
-    reference.grouped_wgrad_(out, *values, offsets_of(ends), 0, accumulate)
+    reference.grouped_wgrad_(out, *_pair(dy, dy_scale, x, x_scale, ends), offsets_of(ends), 0, accumulate)
 
 
-def rounded(probs: Tensor | None) -> Tensor | None:
-    """FP32 probs with the values that they have in the compute dtype."""
-    return None if probs is None else probs.to(DTYPE).float()
-
-
-def _product(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    ends: Tensor,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-) -> Tensor:
-    """FP32 [M, N]."""
-    wide = None if bias is None else bias.float()
-    weights = [_along_columns(weight, weight_scale)]
-    return reference.grouped_gemm(_along_columns(x, x_scale), weights, offsets_of(ends), wide, bias_scale)
-
-
-def _weight_gradient(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, ends: Tensor) -> Tensor:
-    return reference.grouped_wgrad(_along_rows(dy, dy_scale, ends), _along_rows(x, x_scale, ends), offsets_of(ends))
-
-
-def _along_columns(data: Tensor, scale: Tensor) -> Tensor:
-    """FP32 values of [..., R, K] in blocks along K."""
-    plain = unswizzle_128x4(scale, data.shape[-2], data.shape[-1] // _BLOCK)
-    return dequantize(Quantized(data, plain), mxfp8())
-
-
-def _along_rows(data: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
-    """FP32 values of [M, C] in blocks along M."""
-    plain = unswizzle_128x4(tiles_of_rows(scale, ends), data.shape[1], data.shape[0] // _BLOCK)
-    return dequantize(Quantized(data, plain.mT), mxfp8(), columnwise=True)
+def _pair(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return along_rows(Operand(dy, dy_scale), ends), along_rows(Operand(x, x_scale), ends)

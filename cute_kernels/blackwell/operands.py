@@ -182,6 +182,11 @@ def act_func(activation: Activation) -> str:
     return {"swiglu": "swiglu", "clamped_swiglu": "geglu"}[activation.kind]
 
 
+def interleave_of(activation: Activation) -> int:
+    """How the columns of its pre-activation lie: blocks of gate and up, or 0 where there are no halves."""
+    return INTERLEAVE if activation.is_glu else 0
+
+
 def glu_letters(activation: Activation, major: str) -> dict[str, object]:
     """The letters of a GLU's limits that follow from the activation and from how its weight lies."""
     own: dict[str, object] = {name: getattr(activation, name) for name in ("limit", "alpha", "offset")}

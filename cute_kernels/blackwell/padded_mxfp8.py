@@ -10,9 +10,11 @@ from torch import Tensor
 from cute_kernels.activation import Activation
 from cute_kernels.blackwell.dglu import dglu
 from cute_kernels.blackwell.glu import glu
-from cute_kernels.blackwell.mxfp8_reference import gradients, rounded
+from cute_kernels.blackwell.mxfp8_reference import gradients
 from cute_kernels.blackwell.operands import Operand, Quantised
 from cute_kernels.blackwell.quant import quant
+from cute_kernels.blackwell.scaled_reference import rounded
+from cute_kernels.blackwell.srelu import dsrelu, srelu
 from cute_kernels.blackwell.wgrad import wgrad, wgrad_into
 
 _FP8 = torch.float8_e4m3fn
@@ -45,7 +47,8 @@ def padded_mxfp8_gemm_act(
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     given = Operand(x, x_scale), Operand(weight, weight_scale)
-    made = glu(*given, ends, activation, rounded(probs), bias, act_dtype=_FP8, sm_margin=sm_margin)
+    run = glu if activation.is_glu else srelu
+    made = run(*given, ends, activation, rounded(probs), bias, act_dtype=_FP8, sm_margin=sm_margin)
     return *_copies(made.act), made.preact
 
 
@@ -69,7 +72,8 @@ def padded_mxfp8_gemm_dact(
     if need_dbias:
         grad = padded_mxfp8_gemm(dy, dy_scale, weight, weight_scale, ends, sm_margin=sm_margin)
         return gradients(grad.float(), ends, preact, activation, probs, need_dprobs, need_dbias)
-    made = dglu(
+    run = dglu if activation.is_glu else dsrelu
+    made = run(
         *given, ends, preact, activation, rounded(probs), need_dprobs, dpreact_dtype=_FP8, sm_margin=sm_margin
     )  # fmt: skip
     return *_copies(made.dpreact), made.dprobs, None

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from cute_kernels import reference
 from cute_kernels.activation import Activation
 from cute_kernels.activation_reference import activation_backward
-from cute_kernels.blackwell.operands import INTERLEAVE
+from cute_kernels.blackwell.operands import INTERLEAVE, interleave_of
 
 
 def offsets_of(ends: Tensor) -> Tensor:
@@ -64,10 +64,11 @@ def padded_gemm_dact(
 def dact(
     grad: Tensor, preact: Tensor, activation: Activation, probs: Tensor | None, need_dprobs: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The same from dA [M, I] itself."""
-    plain = reference.deinterleave(preact, INTERLEAVE, 1)
+    """The same from dA [M, I] itself, of any activation."""
+    block = interleave_of(activation)
+    plain = reference.deinterleave(preact, block, 1)
     dpreact, dprobs = activation_backward(grad, plain, activation, probs, need_dprobs)
-    return reference.interleave(dpreact, INTERLEAVE, 1), dprobs
+    return reference.interleave(dpreact, block, 1), dprobs
 
 
 def padded_wgrad(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:

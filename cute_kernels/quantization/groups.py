@@ -134,20 +134,37 @@ def quantize_groups(
     tail rows are those of zeros. state, factor (FP32 [G]): as in `quantize`. Raises ValueError: see `quantize.check`;
     also for other shapes or devices of x and offsets.
     """
-    padded = padded or is_padded(format, columnwise)
     _check(x, offsets, format, columnwise, state)
-    if padded:
+    if padded or is_padded(format, columnwise):
         x, offsets = pad_groups(x, offsets)
     else:
         x = tokens_only(x, offsets)
+    return quantize_padded(x, offsets, format, columnwise, state, factor)
+
+
+def quantize_padded(
+    x: Tensor,
+    offsets: Tensor,
+    format: Format,
+    columnwise: bool = False,
+    state: Tensor | None = None,
+    factor: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> GroupedQuantized:
+    """`quantize_groups` of rows as they lie: zero past the last group, groups at multiples of what blocks need.
+
+    amax: of a two-level format each group's largest magnitude, FP32 [G], where it is known; of a column-wise copy that
+    is rotated, that of the rotated values.
+    """
     rows = x.shape[0]
     turn = columnwise and not format.is_square
     source = x.mT.contiguous() if turn else x
     if turn and format.hadamard:
         source = hadamard.rotate(source)
-    amax = grid = factors = None
+    grid = factors = None
     if format.two_level:
-        amax = group_amax(source.abs().amax(0 if turn else 1).float(), offsets)
+        if amax is None:
+            amax = group_amax(source.abs().amax(0 if turn else 1).float(), offsets)
         grid = _grid(amax, offsets, rows, format, turn)
     if format.block is None:
         if factor is None:

@@ -18,6 +18,7 @@ from cute_kernels.quantization.groups import (
     padded_offsets,
     padded_rows,
     quantize_groups,
+    quantize_padded,
     unpad_groups,
 )
 from cute_kernels.quantization.quantize import dequantize, quantize
@@ -114,6 +115,20 @@ def test_padding(splits: Splits) -> None:
         assert_bitwise_equal(padded[starts[g] : starts[g] + splits.sizes[g]], x[rows], f"group {g}")
     assert_bitwise_equal(back[: splits.used], x[: splits.used], "back")
     assert (back[splits.used :] == 0).all()
+
+
+@pytest.mark.parametrize("format", [nvfp4(), nvfp4(hadamard=True), mxfp8()], ids=str)
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_rows_that_are_padded_already_and_maxima_that_are_known(format: Format, columnwise: bool) -> None:
+    x, offsets = rows_of(SPLITS[1])
+    want = quantize_groups(x, offsets, format, columnwise, padded=True)
+    padded, places = pad_groups(x, offsets)
+    for amax in (None, want.amax):
+        got = quantize_padded(padded, places, format, columnwise, amax=amax)
+        for a, b in zip(got, want, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                assert_bitwise_equal(a, b)
 
 
 def test_worst_case_is_reached_and_never_passed() -> None:
