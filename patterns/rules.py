@@ -11,7 +11,17 @@ from cute_kernels.limits import one_of
 from cute_kernels.quantization.formats import fp8_block, mxfp8, nvfp4
 from patterns import examples
 from patterns.guards import absent, clamp_is_legal, even_for_glu, feeds, recipe_format, recipe_is, same
-from patterns.rule import Bound, Rule, bind, slot
+from patterns.kernels import (
+    FP8_LINEAR_ACT_KERNELS,
+    FP8_LINEAR_KERNELS,
+    FP8_MLP_KERNELS,
+    LINEAR_ACT_KERNELS,
+    LINEAR_KERNELS,
+    MLP_KERNELS,
+    sm100_mlp,
+    sm100_srelu_mlp,
+)
+from patterns.rule import Rule, slot
 
 GROUPED_MLP_FP8 = "fusible_ops.fused.grouped_mlp_fp8:GroupedMLPFp8"
 LINEAR_ACTIVATION_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearActivationFp8"
@@ -74,160 +84,7 @@ _PLAIN_BACKWARD = absent("quantize.backward", "a Quantize whose gradient stays a
 _SAME_DTYPE = same("fc1.compute_dtype", "fc2.compute_dtype", ("float16", "bfloat16"))
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kernels, with their letters bound to facts of the chain
-
-
-def _linear(label: str, *, act_columns: str = "") -> tuple[Bound, ...]:
-    """A linear, or with `act_columns` (a fact: columns out of "act") its half of one that an activation follows."""
-    k, n, dtype = f"{label}.in_features", f"{label}.out_features", f"{label}.compute_dtype"
-    act = {"I": act_columns, "activation": "act.kind", "glu_interleave": "act.glu_interleave"}
-    act["transposed_weight"] = f"{label}.transposed_weight"
-    if act_columns:
-        forward = bind(catalog.SM90_GROUPED_GEMM_ACT, f"{label} and act forward", K=k, N=n, dtype=dtype, **act)
-    else:
-        forward = bind(catalog.SM90_GROUPED_GEMM, f"{label} forward", K=k, N=n, dtype=dtype)
-    return (
-        bind(catalog.SM90_GROUP_OFFSETS, f"{label} rows of each group", G=f"{label}.num_groups"),
-        forward,
-        bind(catalog.SM90_GROUPED_WGRAD, f"{label} weight gradient", K=k, N=n, dtype=dtype),
-        bind(catalog.SM90_GROUPED_DBIAS, f"{label} bias gradient", when=f"{label}.has_bias", N=n, dtype=dtype),
-        bind(catalog.SM90_GROUPED_DSCALE, f"{label} scale gradient", when=f"{label}.scale_bias", N=n, dtype=dtype),
-    )
-
-
-def _dgrad(label: str) -> Bound:
-    k, n, dtype = f"{label}.in_features", f"{label}.out_features", f"{label}.compute_dtype"
-    return bind(catalog.SM90_GROUPED_GEMM_DGRAD, f"{label} input gradient", K=k, N=n, dtype=dtype)
-
-
-_LINEAR = (*_linear("fc"), _dgrad("fc"))
-_LINEAR_ACT = (
-    *_linear("fc1", act_columns="act.columns"),
-    bind(catalog.SM90_DACT, "act backward", I="act.columns", activation="act.kind", dtype="fc1.compute_dtype"),
-    _dgrad("fc1"),
-)
-_MLP = (
-    *_linear("fc1", act_columns="fc2.in_features"),
-    *_linear("fc2"),
-    bind(
-        catalog.SM90_GROUPED_GEMM_DACT,
-        "fc2 input gradient and act backward",
-        H="fc2.out_features",
-        I="fc2.in_features",
-        activation="act.kind",
-        dtype="fc1.compute_dtype",
-    ),
-    _dgrad("fc1"),
-)
-
-
-def _sm100_mlp(format: str) -> tuple[Bound, ...]:
-    """The kernels of an MLP with a GLU on Blackwell, in "bfloat16", "mxfp8" or "nvfp4"."""
-    rows = catalog.SM100[format]
-    glu = rows.get("glu_hadamard", rows["glu"])  # NVFP4 needs the maxima of what it quantises next
-    fc1, fc2 = ({"G": f"{label}.num_groups", "dtype": f"{label}.compute_dtype"} for label in ("fc1", "fc2"))
-    act = {"I": "fc2.in_features", "activation": "act.kind"}
-    constants = {name: f"act.{name}" for name in ("limit", "alpha", "offset", "glu_interleave")}
-    transposed = {"transposed_weight": "fc1.transposed_weight"}
-    return (
-        bind(glu, "fc1 and act forward", K="fc1.in_features", **act, **constants, **transposed, **fc1),
-        bind(rows["gemm"], "fc2 forward", K="fc2.in_features", N="fc2.out_features", **fc2),
-        bind(rows["dglu"], "fc2 input gradient and act backward", H="fc2.out_features", **act, **constants, **fc2),
-        bind(rows["gemm"], "fc1 input gradient", K="fc1.out_features", N="fc1.in_features", **fc1),
-        bind(rows["wgrad"], "fc1 weight gradient", K="fc1.in_features", N="fc1.out_features", **fc1),
-        bind(rows["wgrad"], "fc2 weight gradient", K="fc2.in_features", N="fc2.out_features", **fc2),
-    )
-
-
-def _fp8_linear(label: str, *, act_columns: str = "") -> tuple[Bound, ...]:
-    """The same in E4M3 blocks."""
-    k, n = f"{label}.in_features", f"{label}.out_features"
-    forward = bind(catalog.SM90_FP8_GROUPED_GEMM, f"{label} forward", K=k, N=n)
-    if act_columns:
-        use = f"{label}, act and quantise forward"
-        forward = bind(catalog.SM90_FP8_GROUPED_GEMM_ACT, use, K=k, N=n, I=act_columns, activation="act.kind")
-    weight = f"{label} weights, once per update"
-    return (
-        bind(catalog.SM90_FP8_QUANTIZE_WEIGHT, weight, K=k, N=n, dtype=f"{label}.compute_dtype"),
-        forward,
-        bind(catalog.SM90_FP8_GROUPED_WGRAD, f"{label} weight gradient", K=k, N=n),
-        bind(
-            catalog.SM90_GROUPED_DBIAS,
-            f"{label} bias gradient, scaled",
-            when=f"{label}.scale_bias",
-            N=n,
-            dtype=f"{label}.compute_dtype",
-        ),
-        bind(
-            catalog.SM90_GROUPED_DSCALE,
-            f"{label} scale gradient",
-            when=f"{label}.scale_bias",
-            N=n,
-            dtype=f"{label}.compute_dtype",
-        ),
-    )
-
-
-def _fp8_rows(label: str) -> tuple[Bound, ...]:
-    """What the first of the ops, a linear, does with its rows, and the last step of its backward."""
-    k, n, dtype = f"{label}.in_features", f"{label}.out_features", f"{label}.compute_dtype"
-    return (
-        bind(catalog.SM90_PADDED_GROUP_OFFSETS, "rows of each group, plain and padded", G=f"{label}.num_groups"),
-        bind(catalog.SM90_FP8_QUANTIZE, f"{label} input, in both orientations", K=k, dtype=dtype),
-        bind(catalog.SM90_FP8_GROUPED_GEMM, f"{label} input gradient", K=n, N=k),
-    )
-
-
-def _fp8_gradient(of: str, columns: str, dtype: str) -> Bound:
-    return bind(catalog.SM90_FP8_QUANTIZE, f"{of}, in both orientations, with its sums", K=columns, dtype=dtype)
-
-
-_FP8_LINEAR = (
-    *_fp8_rows("fc"),
-    *_fp8_linear("fc"),
-    _fp8_gradient("output gradient", "fc.out_features", "fc.compute_dtype"),
-)
-_FP8_LINEAR_ACT = (
-    *_fp8_rows("fc1"),
-    *_fp8_linear("fc1", act_columns="act.columns"),
-    bind(catalog.SM90_DACT, "act backward", I="act.columns", activation="act.kind", dtype="fc1.compute_dtype"),
-    _fp8_gradient("pre-activation gradient", "fc1.out_features", "fc1.compute_dtype"),
-)
-_FP8_MLP = (
-    *_fp8_rows("fc1"),
-    *_fp8_linear("fc1", act_columns="fc2.in_features"),
-    *_fp8_linear("fc2"),
-    _fp8_gradient("output gradient", "fc2.out_features", "fc2.compute_dtype"),
-    bind(
-        catalog.SM90_FP8_GROUPED_GEMM_DACT,
-        "fc2 input gradient, act backward and quantise",
-        H="fc2.out_features",
-        I="fc2.in_features",
-        activation="act.kind",
-    ),
-)
-
-
-def _sm100_srelu_mlp(format: str) -> tuple[Bound, ...]:
-    """The same with a squared ReLU, in "mxfp8" or "nvfp4"."""
-    rows = catalog.SM100[format]
-    _, fc2, _, dx, *wgrads = _sm100_mlp(format)
-    act = {"activation": "act.kind"}
-    out, back = ({"G": f"{label}.num_groups", "dtype": f"{label}.compute_dtype"} for label in ("fc1", "fc2"))
-    return (
-        bind(rows["srelu"], "fc1 and act forward", K="fc1.in_features", N="fc1.out_features", **act, **out),
-        fc2,
-        bind(
-            rows["dsrelu"],
-            "fc2 input gradient and act backward",
-            K="fc2.out_features",
-            N="fc2.in_features",
-            **act,
-            **back,
-        ),
-        dx,
-        *wgrads,
-    )
+# Blackwell under recipes
 
 
 def _sm100_rules() -> tuple[Rule, ...]:
@@ -239,8 +96,8 @@ def _sm100_rules() -> tuple[Rule, ...]:
         ("nvfp4", _NVFP4, examples.MOE_NVFP4, examples.MOE_SRELU_NVFP4),
     ):
         for name, act, kernels, example in (
-            (f"grouped_mlp_{format}_sm100", _GLU, _sm100_mlp(format), glu),
-            (f"grouped_mlp_srelu_{format}_sm100", _SRELU, _sm100_srelu_mlp(format), srelu),
+            (f"grouped_mlp_{format}_sm100", _GLU, sm100_mlp(format), glu),
+            (f"grouped_mlp_srelu_{format}_sm100", _SRELU, sm100_srelu_mlp(format), srelu),
         ):
             pattern = (slot("fc1", "grouped_linear"), act, slot("fc2", "grouped_linear"))
             program, missing = PADDED_MLP_MXFP8, ""
@@ -262,7 +119,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "grouped_linear")),
         guards=(*_FP8_BLOCKS, _SAME_GROUPS, _FITS, _SAME_DTYPE, _PLAIN_FC1_BIAS, *_FP8_ACT, _PLAIN_BACKWARD),
         program=GROUPED_MLP_FP8,
-        kernels=_FP8_MLP,
+        kernels=FP8_MLP_KERNELS,
         example=examples.MOE_FP8,
     ),
     Rule(
@@ -270,7 +127,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc1", "linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "linear")),
         guards=(*_FP8_BLOCKS, _FITS, _SAME_DTYPE, *_FP8_ACT, _PLAIN_BACKWARD),
         program=GROUPED_MLP_FP8,
-        kernels=_FP8_MLP,
+        kernels=FP8_MLP_KERNELS,
         example=examples.FFN_FP8,
     ),
     Rule(
@@ -278,7 +135,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, slot("fc2", "grouped_linear")),
         guards=(_NO_RECIPE, _SAME_GROUPS, _FITS, _SAME_DTYPE, _PLAIN_FC1_BIAS, *_ACT),
         program=GROUPED_MLP,
-        kernels=_MLP,
+        kernels=MLP_KERNELS,
         example=examples.MOE,
     ),
     Rule(
@@ -286,7 +143,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc1", "grouped_linear"), _GLU, slot("fc2", "grouped_linear")),
         guards=(_NO_RECIPE, _SAME_GROUPS, _FITS, _SAME_DTYPE, _PLAIN_FC1_BIAS, *_ACT),
         program=PADDED_MLP,
-        kernels=_sm100_mlp("bfloat16"),
+        kernels=sm100_mlp("bfloat16"),
         example=examples.MOE_INTERLEAVED,
     ),
     *_sm100_rules(),
@@ -295,7 +152,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc1", "linear"), _ACTIVATION, slot("fc2", "linear")),
         guards=(_NO_RECIPE, _FITS, _SAME_DTYPE, *_ACT),
         program=GROUPED_MLP,
-        kernels=_MLP,
+        kernels=MLP_KERNELS,
         example=examples.FFN,
     ),
     Rule(
@@ -303,7 +160,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc1", "linear"), _GLU, slot("fc2", "linear")),
         guards=(_NO_RECIPE, _FITS, _SAME_DTYPE, *_ACT),
         program=PADDED_MLP,
-        kernels=_sm100_mlp("bfloat16"),
+        kernels=sm100_mlp("bfloat16"),
         example=examples.FFN_INTERLEAVED,
     ),
     Rule(
@@ -311,7 +168,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, slot("quantize", "quantize")),
         guards=(*_FP8_BLOCKS, _EVEN, _PLAIN_FC1_BIAS, *_FP8_ACT, _QUANTIZES, _PLAIN_BACKWARD),
         program=LINEAR_ACTIVATION_FP8,
-        kernels=_FP8_LINEAR_ACT,
+        kernels=FP8_LINEAR_ACT_KERNELS,
         example=examples.MOE_ACTIVATION_QUANTIZE_FP8,
     ),
     Rule(
@@ -319,7 +176,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc1", "linear"), _ACTIVATION, slot("quantize", "quantize")),
         guards=(*_FP8_BLOCKS, _EVEN, *_FP8_ACT, _QUANTIZES, _PLAIN_BACKWARD),
         program=LINEAR_ACTIVATION_FP8,
-        kernels=_FP8_LINEAR_ACT,
+        kernels=FP8_LINEAR_ACT_KERNELS,
         example=examples.FFN_ACTIVATION_QUANTIZE_FP8,
     ),
     Rule(
@@ -327,7 +184,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, slot("quantize", "quantize", optional=True)),
         guards=(_NO_RECIPE, _EVEN, _PLAIN_FC1_BIAS, *_ACT),
         program=LINEAR_ACTIVATION,
-        kernels=_LINEAR_ACT,
+        kernels=LINEAR_ACT_KERNELS,
         example=examples.MOE_ACTIVATION_QUANTIZE,
     ),
     Rule(
@@ -335,7 +192,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc1", "linear"), _ACTIVATION, slot("quantize", "quantize", optional=True)),
         guards=(_NO_RECIPE, _EVEN, *_ACT),
         program=LINEAR_ACTIVATION,
-        kernels=_LINEAR_ACT,
+        kernels=LINEAR_ACT_KERNELS,
         example=examples.FFN_ACTIVATION_QUANTIZE,
     ),
     Rule(
@@ -343,7 +200,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc", "grouped_linear"), slot("quantize", "quantize")),
         guards=(_NO_RECIPE,),
         program=LINEAR,
-        kernels=_LINEAR,
+        kernels=LINEAR_KERNELS,
         example=examples.MOE_LINEAR_QUANTIZE,
     ),
     Rule(
@@ -351,7 +208,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc", "linear"), slot("quantize", "quantize")),
         guards=(_NO_RECIPE,),
         program=LINEAR,
-        kernels=_LINEAR,
+        kernels=LINEAR_KERNELS,
         example=examples.FFN_LINEAR_QUANTIZE,
     ),
     Rule(
@@ -359,7 +216,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc", "grouped_linear"),),
         guards=(*_FP8_BLOCKS, _FP8_OUT),
         program=LINEAR_FP8,
-        kernels=_FP8_LINEAR,
+        kernels=FP8_LINEAR_KERNELS,
         example=examples.MOE_LINEAR_FP8,
     ),
     Rule(
@@ -367,7 +224,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc", "linear"),),
         guards=(*_FP8_BLOCKS, _FP8_OUT),
         program=LINEAR_FP8,
-        kernels=_FP8_LINEAR,
+        kernels=FP8_LINEAR_KERNELS,
         example=examples.FFN_LINEAR_FP8,
     ),
     Rule(
@@ -375,7 +232,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc", "grouped_linear"),),
         guards=(_NO_RECIPE,),
         program=LINEAR,
-        kernels=_LINEAR,
+        kernels=LINEAR_KERNELS,
         example=examples.MOE_LINEAR,
     ),
     Rule(
@@ -383,7 +240,7 @@ RULES: tuple[Rule, ...] = (
         pattern=(slot("fc", "linear"),),
         guards=(_NO_RECIPE,),
         program=LINEAR,
-        kernels=_LINEAR,
+        kernels=LINEAR_KERNELS,
         example=examples.FFN_LINEAR,
     ),
 )

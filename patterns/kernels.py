@@ -1,0 +1,159 @@
+"""What the rows of the table launch: kernels, with their letters bound to facts of the chain."""
+
+from __future__ import annotations
+
+from cute_kernels import catalog
+from patterns.rule import Bound, bind
+
+
+def _linear(label: str, *, act_columns: str = "") -> tuple[Bound, ...]:
+    """A linear, or with `act_columns` (a fact: columns out of "act") its half of one that an activation follows."""
+    k, n, dtype = f"{label}.in_features", f"{label}.out_features", f"{label}.compute_dtype"
+    act = {"I": act_columns, "activation": "act.kind", "glu_interleave": "act.glu_interleave"}
+    act["transposed_weight"] = f"{label}.transposed_weight"
+    if act_columns:
+        forward = bind(catalog.SM90_GROUPED_GEMM_ACT, f"{label} and act forward", K=k, N=n, dtype=dtype, **act)
+    else:
+        forward = bind(catalog.SM90_GROUPED_GEMM, f"{label} forward", K=k, N=n, dtype=dtype)
+    return (
+        bind(catalog.SM90_GROUP_OFFSETS, f"{label} rows of each group", G=f"{label}.num_groups"),
+        forward,
+        bind(catalog.SM90_GROUPED_WGRAD, f"{label} weight gradient", K=k, N=n, dtype=dtype),
+        bind(catalog.SM90_GROUPED_DBIAS, f"{label} bias gradient", when=f"{label}.has_bias", N=n, dtype=dtype),
+        bind(catalog.SM90_GROUPED_DSCALE, f"{label} scale gradient", when=f"{label}.scale_bias", N=n, dtype=dtype),
+    )
+
+
+def _dgrad(label: str) -> Bound:
+    k, n, dtype = f"{label}.in_features", f"{label}.out_features", f"{label}.compute_dtype"
+    return bind(catalog.SM90_GROUPED_GEMM_DGRAD, f"{label} input gradient", K=k, N=n, dtype=dtype)
+
+
+LINEAR_KERNELS = (*_linear("fc"), _dgrad("fc"))
+LINEAR_ACT_KERNELS = (
+    *_linear("fc1", act_columns="act.columns"),
+    bind(catalog.SM90_DACT, "act backward", I="act.columns", activation="act.kind", dtype="fc1.compute_dtype"),
+    _dgrad("fc1"),
+)
+MLP_KERNELS = (
+    *_linear("fc1", act_columns="fc2.in_features"),
+    *_linear("fc2"),
+    bind(
+        catalog.SM90_GROUPED_GEMM_DACT,
+        "fc2 input gradient and act backward",
+        H="fc2.out_features",
+        I="fc2.in_features",
+        activation="act.kind",
+        dtype="fc1.compute_dtype",
+    ),
+    _dgrad("fc1"),
+)
+
+
+def sm100_mlp(format: str) -> tuple[Bound, ...]:
+    """The kernels of an MLP with a GLU on Blackwell, in "bfloat16", "mxfp8" or "nvfp4"."""
+    rows = catalog.SM100[format]
+    glu = rows.get("glu_hadamard", rows["glu"])  # NVFP4 needs the maxima of what it quantises next
+    fc1, fc2 = ({"G": f"{label}.num_groups", "dtype": f"{label}.compute_dtype"} for label in ("fc1", "fc2"))
+    act = {"I": "fc2.in_features", "activation": "act.kind"}
+    constants = {name: f"act.{name}" for name in ("limit", "alpha", "offset", "glu_interleave")}
+    transposed = {"transposed_weight": "fc1.transposed_weight"}
+    return (
+        bind(glu, "fc1 and act forward", K="fc1.in_features", **act, **constants, **transposed, **fc1),
+        bind(rows["gemm"], "fc2 forward", K="fc2.in_features", N="fc2.out_features", **fc2),
+        bind(rows["dglu"], "fc2 input gradient and act backward", H="fc2.out_features", **act, **constants, **fc2),
+        bind(rows["gemm"], "fc1 input gradient", K="fc1.out_features", N="fc1.in_features", **fc1),
+        bind(rows["wgrad"], "fc1 weight gradient", K="fc1.in_features", N="fc1.out_features", **fc1),
+        bind(rows["wgrad"], "fc2 weight gradient", K="fc2.in_features", N="fc2.out_features", **fc2),
+    )
+
+
+def _fp8_linear(label: str, *, act_columns: str = "") -> tuple[Bound, ...]:
+    """The same in E4M3 blocks."""
+    k, n = f"{label}.in_features", f"{label}.out_features"
+    forward = bind(catalog.SM90_FP8_GROUPED_GEMM, f"{label} forward", K=k, N=n)
+    if act_columns:
+        use = f"{label}, act and quantise forward"
+        forward = bind(catalog.SM90_FP8_GROUPED_GEMM_ACT, use, K=k, N=n, I=act_columns, activation="act.kind")
+    weight = f"{label} weights, once per update"
+    return (
+        bind(catalog.SM90_FP8_QUANTIZE_WEIGHT, weight, K=k, N=n, dtype=f"{label}.compute_dtype"),
+        forward,
+        bind(catalog.SM90_FP8_GROUPED_WGRAD, f"{label} weight gradient", K=k, N=n),
+        bind(
+            catalog.SM90_GROUPED_DBIAS,
+            f"{label} bias gradient, scaled",
+            when=f"{label}.scale_bias",
+            N=n,
+            dtype=f"{label}.compute_dtype",
+        ),
+        bind(
+            catalog.SM90_GROUPED_DSCALE,
+            f"{label} scale gradient",
+            when=f"{label}.scale_bias",
+            N=n,
+            dtype=f"{label}.compute_dtype",
+        ),
+    )
+
+
+def _fp8_rows(label: str) -> tuple[Bound, ...]:
+    """What the first of the ops, a linear, does with its rows, and the last step of its backward."""
+    k, n, dtype = f"{label}.in_features", f"{label}.out_features", f"{label}.compute_dtype"
+    return (
+        bind(catalog.SM90_PADDED_GROUP_OFFSETS, "rows of each group, plain and padded", G=f"{label}.num_groups"),
+        bind(catalog.SM90_FP8_QUANTIZE, f"{label} input, in both orientations", K=k, dtype=dtype),
+        bind(catalog.SM90_FP8_GROUPED_GEMM, f"{label} input gradient", K=n, N=k),
+    )
+
+
+def _fp8_gradient(of: str, columns: str, dtype: str) -> Bound:
+    return bind(catalog.SM90_FP8_QUANTIZE, f"{of}, in both orientations, with its sums", K=columns, dtype=dtype)
+
+
+FP8_LINEAR_KERNELS = (
+    *_fp8_rows("fc"),
+    *_fp8_linear("fc"),
+    _fp8_gradient("output gradient", "fc.out_features", "fc.compute_dtype"),
+)
+FP8_LINEAR_ACT_KERNELS = (
+    *_fp8_rows("fc1"),
+    *_fp8_linear("fc1", act_columns="act.columns"),
+    bind(catalog.SM90_DACT, "act backward", I="act.columns", activation="act.kind", dtype="fc1.compute_dtype"),
+    _fp8_gradient("pre-activation gradient", "fc1.out_features", "fc1.compute_dtype"),
+)
+FP8_MLP_KERNELS = (
+    *_fp8_rows("fc1"),
+    *_fp8_linear("fc1", act_columns="fc2.in_features"),
+    *_fp8_linear("fc2"),
+    _fp8_gradient("output gradient", "fc2.out_features", "fc2.compute_dtype"),
+    bind(
+        catalog.SM90_FP8_GROUPED_GEMM_DACT,
+        "fc2 input gradient, act backward and quantise",
+        H="fc2.out_features",
+        I="fc2.in_features",
+        activation="act.kind",
+    ),
+)
+
+
+def sm100_srelu_mlp(format: str) -> tuple[Bound, ...]:
+    """The same with a squared ReLU, in "mxfp8" or "nvfp4"."""
+    rows = catalog.SM100[format]
+    _, fc2, _, dx, *wgrads = sm100_mlp(format)
+    act = {"activation": "act.kind"}
+    out, back = ({"G": f"{label}.num_groups", "dtype": f"{label}.compute_dtype"} for label in ("fc1", "fc2"))
+    return (
+        bind(rows["srelu"], "fc1 and act forward", K="fc1.in_features", N="fc1.out_features", **act, **out),
+        fc2,
+        bind(
+            rows["dsrelu"],
+            "fc2 input gradient and act backward",
+            K="fc2.out_features",
+            N="fc2.in_features",
+            **act,
+            **back,
+        ),
+        dx,
+        *wgrads,
+    )
