@@ -62,7 +62,7 @@ class Package:
 
 
 DSL_WHEELS = tuple(f"nvidia-cutlass-dsl{part}" for part in ("", "-libs-base", "-libs-core", "-libs-cu12", "-libs-cu13"))
-CUTLASS_DSL = Package("nvidia-cutlass-dsl", "4.8.1", (4, 8), (4, 9))
+CUTLASS_DSL = Package("nvidia-cutlass-dsl", "4.8.1", (4, 8), (5,))  # 4.7 has no cutlass.memory
 TVM_FFI = Package("apache-tvm-ffi", "0.1.15", (0, 1, 15))
 # Before NVIDIA/cudnn-frontend#654 its SM100 quant, srelu and dsrelu kernels could overwrite sums that they had not read
 # yet (#652). 1.32 reads first, and its calls are those that the adapters make.

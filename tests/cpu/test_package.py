@@ -6,7 +6,9 @@ Only torch is taken from the environment of the tests, by its path, which brings
 from __future__ import annotations
 
 import email
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +19,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 import fusible_ops
+from cute_kernels.target import PACKAGES as PACKAGES_WITH_VERSIONS
 from tests.house.sources import PACKAGES, ROOT
 
 BUILD = "from setuptools import build_meta; build_meta.build_{kind}({folder!r})"
@@ -87,3 +91,23 @@ def test_wheel_works_in_a_bare_environment(wheel: Path, tmp_path: Path) -> None:
     ):
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0 and "grouped_gemm" in done.stdout, done.stdout + done.stderr
+
+
+NEIGHBOURS = {
+    "flash-attn-4 4.0.0b36": ["nvidia-cutlass-dsl>=4.6.2", "apache-tvm-ffi<0.2,>=0.1.11"],
+    "quack-kernels 0.6.5": ["nvidia-cutlass-dsl>=4.7", "apache-tvm-ffi<0.2,>=0.1.6"],
+}
+"""What other packages with kernels in the CUTLASS DSL need of it (their METADATA)."""
+
+
+@pytest.mark.parametrize("neighbour", NEIGHBOURS)
+def test_there_are_versions_that_a_neighbour_takes_as_well(neighbour: str) -> None:
+    """One environment for both, with the versions that the tests run with; ours says no more than its kernels need."""
+    versions = dict(line.split(";")[0].split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()[1:])
+    extra = re.search(r"^cuda = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    ours = {wanted.name: wanted.specifier for wanted in map(Requirement, json.loads(extra[1]))}
+    for wanted in map(Requirement, NEIGHBOURS[neighbour]):
+        assert (wanted.specifier & ours[wanted.name]).contains(versions[wanted.name].strip())
+        accepted = next(package for package in PACKAGES_WITH_VERSIONS if package.name == wanted.name)
+        for version in ("4.7.1", "4.8.0", "4.8.1", "4.9.0", "5.0") if "dsl" in wanted.name else ("0.1.14", "0.1.15"):
+            assert ours[wanted.name].contains(version) == accepted.fits(version), version

@@ -66,7 +66,8 @@ def _fake_gpu(monkeypatch: pytest.MonkeyPatch, **properties: object) -> Target:
         ("4.8.1", True),
         ("4.8", True),
         ("4.8.0.dev1", True),
-        ("4.9.0", False),
+        ("4.9.0", True),
+        ("5.0.0", False),
         ("4.7.9", False),
         (None, False),
         ("", False),
@@ -78,7 +79,7 @@ def test_package_range(version: str | None, fits: bool) -> None:
 
 def test_package_without_upper_bound() -> None:
     assert TVM_FFI.fits("0.1.15.post2") and TVM_FFI.fits("1.0") and not TVM_FFI.fits("0.1.9")
-    assert (str(TVM_FFI), str(CUTLASS_DSL)) == ("apache-tvm-ffi>=0.1.15", "nvidia-cutlass-dsl>=4.8,<4.9")
+    assert (str(TVM_FFI), str(CUTLASS_DSL)) == ("apache-tvm-ffi>=0.1.15", "nvidia-cutlass-dsl>=4.8,<5")
 
 
 def test_package_version() -> None:
