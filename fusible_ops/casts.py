@@ -3,9 +3,10 @@
 A cast (or a quantised copy) is kept and used again while nothing says that its parameters changed. What says so: a
 version counter (changes in place, `load_state_dict`), another storage, place or layout in it (`p.data = ...`), a step
 of any torch optimizer in this process (some write through `p.data`, or from kernels of their own, which no version
-counter sees), and a change between recording gradients and not (weights may be swapped for an evaluation). Not seen is
-what a program itself writes, between two forwards of the same kind, through `p.data`, a buffer behind it or NumPy:
-write to `p` under `torch.no_grad()` instead, or switch keeping off with `torch.autocast(..., cache_enabled=False)`.
+counter sees), another parameter in its place (FSDP2 so gathers and shards), and a change between recording gradients
+and not (weights may be swapped for an evaluation). Not seen is what a program itself writes, between two forwards of
+the same kind, through `p.data`, a buffer behind it or NumPy: write to `p` under `torch.no_grad()` instead, or switch
+keeping off with `torch.autocast(..., cache_enabled=False)`.
 
 A CUDA graph holds a cast of its own, since each replay may follow an update that the host does not see. Parameters that
 a graph has read, and all once a graph holds an optimizer step, are cast at every forward from then on.
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -96,6 +97,18 @@ def forget(*several: Sequence[Tensor]) -> None:
         for parameters in several:
             if _kept.get(parameters[0]) is not None:
                 del _kept[parameters[0]]
+
+
+class ParameterOwner(nn.Module):
+    """A module of which a parameter that another takes the place of loses what is kept of it. FSDP2 so exchanges shards
+    and whole parameters, whose memory it frees and fills again where no version counter sees it.
+    """
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        former = self._parameters.get(name)
+        if former is not None and former is not param:
+            forget([former])
+        super().register_parameter(name, param)
 
 
 def _may_keep(parameters: Sequence[Tensor]) -> bool:

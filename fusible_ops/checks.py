@@ -98,6 +98,15 @@ def row_scales(owner: str, what: str, scales: Tensor, x: Tensor | None) -> None:
     same_device(owner, what, scales, x.device)
 
 
+def whole(owner: str, parameters: Sequence[Tensor]) -> None:
+    """RuntimeError for a DTensor: a parameter that is sharded and was not gathered."""
+    if any(type(p).__name__ == "DTensor" for p in parameters):
+        raise RuntimeError(
+            f"{owner}: a parameter is a DTensor, of which this rank holds a part; apply fully_shard to the Sequential "
+            "or to a module around it: that gathers the parameters of all ops, which are not called one by one"
+        )
+
+
 def alike(owner: str, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
     """RuntimeError unless all agree in dtype, device and requires_grad, and weights and biases each in shape."""
     first = weights[0]

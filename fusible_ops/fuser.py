@@ -20,6 +20,7 @@ from cute_kernels.launch import NoKernelError
 from cute_kernels.ops import are_plain, formulas
 from cute_kernels.scheduling import ALONE, Sharing
 from cute_kernels.target import Target
+from fusible_ops import checks
 from fusible_ops.autocast_mode import current_recipe
 from fusible_ops.call import Call, autocast_dtype_on, owned, record, without_autocast
 from fusible_ops.channels import Routing
@@ -316,6 +317,9 @@ class OperationFuser:
                 op.check_call(has_rows, given, owner)
             has_rows = has_rows if op.keeps_rows else None
         plain = are_plain((x, *extra_inputs)) and are_plain(parameters)
+        if not plain:
+            for (_, owner), own in zip(self.named, held, strict=True):
+                checks.whole(owner, own.parameters)
         keeps_plans = kind is not None and self.routing.is_plain and all(own.is_packed for own in held)
         like = x.device, autocast_dtype, recipe
         route = Route(self.steps(*like), *like, plain, keeps_plans)

@@ -18,7 +18,7 @@ from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.quantization.formats import Format
 from cute_kernels.quantization.random_bits import random_state
 from cute_kernels.scheduling import Sharing
-from fusible_ops import autocast_mode
+from fusible_ops import autocast_mode, casts
 from fusible_ops.channels import ChannelEnds
 from fusible_ops.delayed_scaling import DelayedScales, loaded_scales, saved_scales
 from fusible_ops.graph_key import GraphKey
@@ -133,7 +133,7 @@ class FusibleOperation(Offloads, nn.Module):
         return OperationFuser([self])(input_, *extra_inputs, basic_op_kwargs=own)
 
 
-class BasicOperation(GraphKey, FusibleOperation, ChannelEnds):
+class BasicOperation(GraphKey, casts.ParameterOwner, FusibleOperation, ChannelEnds):
     """One op. Class attribute `num_extra_inputs`: how many tensors it takes besides its input.
 
     `state_dict` has an `_extra_state` entry for every basic op, as Transformer Engine's has: the scales of delayed

@@ -164,9 +164,12 @@ NOTHING_HELD = Held(())
 
 
 def pack_(parameters: Sequence[Parameter]) -> None:
-    """Move the parameters' values into one new buffer, each a view of it, unless they lie so already."""
+    """Move the parameters' values into one new buffer, each a view of it, unless they lie so already.
+
+    Parameters of other classes (DTensors, of which each rank holds a shard) stay where they are.
+    """
     first = parameters[0]
-    if any(p.device != first.device or p.dtype != first.dtype for p in parameters):
+    if any(type(p) is not Parameter or p.device != first.device or p.dtype != first.dtype for p in parameters):
         return
     if are_packed(parameters):
         return

@@ -129,6 +129,17 @@ def test_never_stale(how: str, between: Callable | None) -> None:
         assert_bitwise_equal(run(model, x, SIZES), before * 2, "y of an evaluation")
 
 
+def test_a_weight_that_is_put_away_and_filled_anew() -> None:
+    """As FSDP2 does it: a shard takes its place; it comes back at its address and version with other values."""
+    op, x = ops.GroupedLinear(2, 32, 24, bias=False, single_grouped_weight=True, **CPU), torch.randn(20, 32).bfloat16()
+    dx, gathered = train(op, x, SIZES), op.weight
+    op.weight = Parameter(gathered.detach()[:1].clone())
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(gathered):
+        gathered.mul_(2)
+    op.weight = gathered
+    assert_bitwise_equal(train(op, x, SIZES), dx * 2, "dx")
+
+
 def test_eval_first_then_train() -> None:
     op, x = ops.GroupedLinear(2, 32, 24, **CPU), torch.randn(20, 32).bfloat16()
     other = copy.deepcopy(op)
