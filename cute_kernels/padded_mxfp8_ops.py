@@ -37,7 +37,9 @@ def _fake_gemm(x, x_scale, weight, weight_scale, ends, bias=None, bias_scale=Non
 
 def _fake_gemm_act(x, x_scale, weight, weight_scale, ends, activation, bias=None, probs=None):
     columns = weight.shape[1]
-    return *_copies(x, x_scale, columns // Activation.decode(activation).halves), x.new_empty(x.shape[0], columns, dtype=_BF16)
+    return *_copies(x, x_scale, columns // Activation.decode(activation).halves), x.new_empty(
+        x.shape[0], columns, dtype=_BF16
+    )
 
 
 def _fake_gemm_dact(

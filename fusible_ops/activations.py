@@ -63,8 +63,12 @@ class ActivationOperation(BasicOperation):
         super().__init__()
         self.activation = activation
         self.cache_quantized_input = cache_quantized_input
-        self.glu_interleave_size = glu_interleave_size
         self.glu_interleave = _block(type(self).__name__, glu_interleave_size)
+
+    @property
+    def glu_interleave_size(self) -> int | None:
+        """As it was given, None for plain halves. `pack_glu_weights_` changes it, with the weights; nothing else can."""
+        return self.glu_interleave or None
 
     def describe(self) -> OpSpec:
         kind = self.activation

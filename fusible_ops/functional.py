@@ -75,7 +75,13 @@ def grouped_mlp(
 def _listed(weight: Weight | None, dims: int) -> list[Tensor]:
     """What the op's parameters are to be; nothing for None. dims: of one tensor for all groups."""
     if not isinstance(weight, Tensor):
-        return list(weight or ())
+        listed = [] if weight is None else list(weight)
+        if not all(isinstance(t, Tensor) for t in listed):
+            kinds = sorted({type(t).__name__ for t in listed})
+            raise TypeError(
+                f"weights and biases must be a tensor or a sequence of tensors, got one of {', '.join(kinds)}"
+            )
+        return listed
     if weight.dim() != dims:
         raise ValueError(f"one tensor for all groups has {dims} dimensions, got shape {tuple(weight.shape)}")
     return [weight]

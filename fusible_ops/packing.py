@@ -79,7 +79,7 @@ def pack_glu_weights_(model: nn.Module, interleave: int = 32, optimizers: Iterab
                         _pack_parameter_(p, packing.into_memory, op.output_dim(name), optimizers)
                         turned.add(id(p))
                 op.packing = packing
-            pair.act.glu_interleave_size = pair.act.glu_interleave = interleave
+            pair.act.glu_interleave = interleave
     for s in sequentials:
         s.forget_plans()
     for optimizer in optimizers:

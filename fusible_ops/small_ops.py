@@ -185,8 +185,8 @@ class Dropout(BasicOperation):
     graph_facts = ("dropout_probability", "training")
 
     def __init__(self, p: float) -> None:
-        if not 0 <= p <= 1:
-            raise ValueError(f"Dropout: p must be between 0 and 1, got {p}")
+        if not isinstance(p, (int, float)) or not 0 <= p <= 1:
+            raise ValueError(f"Dropout: p must be between 0 and 1, got {p!r}")
         super().__init__()
         self.dropout_probability = float(p)
 

@@ -121,6 +121,9 @@ def test_what_is_no_weight() -> None:
     for weight in ([], [torch.randn(4, 8), torch.randn(5, 8)]):
         with pytest.raises(ValueError, match=r"weight must be one tensor \[G, N, K\]"):
             grouped_linear(x, weight, sizes)
+    for weight, bias in (([None, None], None), (torch.randn(2, 4, 8), [None, None]), (torch.randn(2, 4, 8), "none")):
+        with pytest.raises(TypeError, match="must be a tensor or a sequence of tensors, got one of"):
+            grouped_linear(x, weight, sizes, bias)
     with pytest.raises(ValueError, match=r"must be \[2, 4\]"):
         grouped_linear(x, torch.randn(2, 4, 8), sizes, torch.randn(2, 5))
     with pytest.raises(ValueError, match="Expected 3 splits"):

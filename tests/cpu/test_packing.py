@@ -69,6 +69,12 @@ def test_results_and_gradients_are_the_same(layout: dict) -> None:
         assert_as_accurate(got[name], value, wide[name], name)
 
 
+def test_the_interleave_goes_with_the_weights() -> None:
+    """Set by itself it would say something else of the same rows, and plans are made already."""
+    with pytest.raises(AttributeError, match="glu_interleave_size"):
+        ops.SwiGLU().glu_interleave_size = 32
+
+
 def test_dense_and_without_bias() -> None:
     for bias in (True, False):
         m = dense(bias)

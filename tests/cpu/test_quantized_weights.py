@@ -489,6 +489,9 @@ def test_other_extra_states_are_refused_with_words() -> None:
         op.set_extra_state(other.get_extra_state())
     op.set_extra_state(torch.empty(0, dtype=torch.uint8))
     assert op.get_extra_state().numel() == 0
+    for nothing_of_ours in (b"pickled", {"scale": 1}):
+        with pytest.raises(TypeError, match="GroupedLinear: the checkpoint's _extra_state must be a tensor, got"):
+            op.set_extra_state(nothing_of_ours)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -50,8 +51,8 @@ def test_dropout(p: float, dtype: torch.dtype) -> None:
     assert_bitwise_equal(model(x), x.detach())
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.5, math.nan])
-def test_dropout_refuses_what_is_no_probability(p: float) -> None:
+@pytest.mark.parametrize("p", [-0.1, 1.5, math.nan, "0.1", None])
+def test_dropout_refuses_what_is_no_probability(p: Any) -> None:
     with pytest.raises(ValueError, match="p must be between 0 and 1"):
         ops.Dropout(p)
 
