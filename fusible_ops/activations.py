@@ -67,7 +67,7 @@ class ActivationOperation(BasicOperation):
 
     @property
     def glu_interleave_size(self) -> int | None:
-        """As it was given, None for plain halves. `pack_glu_weights_` changes it, with the weights; nothing else can."""
+        """As it was given; None for plain halves. `pack_glu_weights_` alone changes it, with the weights."""
         return self.glu_interleave or None
 
     def describe(self) -> OpSpec:

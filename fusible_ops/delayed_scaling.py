@@ -110,11 +110,17 @@ def saved_scales(scales: Mapping[str, DelayedScales]) -> Tensor:
     return torch.frombuffer(bytearray(saved_state.written(tensors, recipes)), dtype=torch.uint8)
 
 
-def loaded_scales(state: Tensor, counts: Mapping[str, int], owner: str) -> dict[str, DelayedScales]:
+def loaded_scales(state: Tensor | None, counts: Mapping[str, int], owner: str) -> dict[str, DelayedScales]:
     """What `saved_scales`, or Transformer Engine, wrote. counts: how many tensors each direction has.
 
-    No code of the checkpoint runs. RuntimeError for anything else.
+    No code of the checkpoint runs. TypeError for what is no tensor, RuntimeError for anything else in one.
     """
+    if state is None:
+        return {}
+    if not isinstance(state, Tensor):
+        raise TypeError(f"{owner}: the checkpoint's _extra_state must be a tensor, got {type(state).__name__}")
+    if not state.numel():
+        return {}
     try:
         read = saved_state.read(state.cpu().numpy().tobytes())
         loaded = {

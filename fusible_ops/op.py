@@ -316,16 +316,12 @@ class BasicOperation(GraphKey, casts.ParameterOwner, FusibleOperation, ChannelEn
         return saved_scales(self._scales)
 
     def set_extra_state(self, state: Tensor | None) -> None:
-        if state is not None and not isinstance(state, Tensor):
-            found = type(state).__name__
-            raise TypeError(f"{self.label()}: the checkpoint's _extra_state must be a tensor, got {found}")
-        if state is not None and state.numel():
-            counts = {mode: self.num_quantizers(mode) for mode in ("forward", "backward")}
-            for mode, loaded in loaded_scales(state, counts, self.label()).items():
-                if mode in self._scales:
-                    self._scales[mode].take(loaded)  # weights that are held quantised know the object
-                else:
-                    self._scales[mode] = loaded
+        counts = {mode: self.num_quantizers(mode) for mode in ("forward", "backward")}
+        for mode, loaded in loaded_scales(state, counts, self.label()).items():
+            if mode in self._scales:
+                self._scales[mode].take(loaded)  # weights that are held quantised know the object
+            else:
+                self._scales[mode] = loaded
 
 
 class Shortcut(Protocol):
