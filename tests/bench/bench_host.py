@@ -56,24 +56,27 @@ def host_microseconds(
 ) -> list[tuple[float, float]]:
     """(forward, backward) host time of each call in microseconds: medians over rounds that begin with an idle device.
 
-    in_a_row: calls in a round. All forwards of a round come before its backwards; gradients are dropped before it.
+    in_a_row: calls in a round. All forwards of a round come before its backwards. Gradients are dropped before each
+    backward, as a training step does: else PyTorch adds to them, in a launch for each leaf.
     """
     times: list[tuple[list[float], list[float]]] = [([], []) for _ in calls]
     for _ in range(300 // in_a_row + 25):
         for forward, (forwards, backwards) in zip(calls, times, strict=True):
-            for leaf in leaves:
-                leaf.grad = None
             torch.cuda.synchronize()
             start = time.perf_counter()
             results = [forward() for _ in range(in_a_row)]
             middle = time.perf_counter()
             grad = torch.empty_like(results[0])
             torch.cuda.synchronize()
-            again = time.perf_counter()
+            spent = 0.0
             for y in results:
+                for leaf in leaves:
+                    leaf.grad = None
+                again = time.perf_counter()
                 y.backward(grad)
+                spent += time.perf_counter() - again
             forwards.append((middle - start) / in_a_row)
-            backwards.append((time.perf_counter() - again) / in_a_row)
+            backwards.append(spent / in_a_row)
     return [(statistics.median(f) * 1e6, statistics.median(b) * 1e6) for f, b in times]
 
 
