@@ -2,6 +2,7 @@
 
     LD_PRELOAD=<a current cuBLAS> python -m tests.bench.bench_fp8_layer [--shapes dsv3_ep32,gptoss_ep4,qwen3_30b]
     python -m tests.bench.bench_fp8_layer --rows 512,2048,8192,32768        where FP8 begins to pay
+    python -m tests.bench.bench_fp8_layer --kernels                         what each launch takes within the layer
 
 "fp8": weights are quantised once per update, and this is a call between two; "fp8, update": the first after an update,
 which quantises them. Transformer Engine's ops quantise them in every forward. Prints milliseconds, TFLOP/s, and each
@@ -20,7 +21,7 @@ import fusible_ops as ops
 from fusible_ops.bench.grouped_mlp import layer_of
 from fusible_ops.bench.peers import Calls, Problem, te_fp8_layer
 from tests.bench.bench_grouped_mlp import SHAPES, make_problem
-from tests.bench.timing import launches, medians
+from tests.bench.timing import launch_times, launches, medians
 
 PARTS = ("forward", "forward + backward")
 RECIPE = ops.Float8BlockScaling()
@@ -79,6 +80,16 @@ def bench(shape: str) -> None:
             print(f"{shape:11s} {part:19s} {name:12s} {ms:8.3f} ms {rate:6.0f} TF  x{ratio:.3f}", flush=True)
 
 
+def bench_kernels(shape: str) -> None:
+    for name, call in calls_of(make_problem(*SHAPES[shape]))[PARTS[1]].items():
+        times = launch_times(call)
+        print(
+            f"{shape:11s} {PARTS[1]} {name}: {sum(ms for _, ms in times):.3f} ms in {len(times)} launches", flush=True
+        )
+        for kernel, ms in times:
+            print(f"    {ms:7.3f} ms  {kernel[:90]}", flush=True)
+
+
 def bench_rows(shape: str, counts: list[int]) -> None:
     hidden, width, groups, _ = SHAPES[shape]
     for rows in counts:
@@ -93,10 +104,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated, of: " + ", ".join(SHAPES))
     parser.add_argument("--rows", help="comma-separated: compare with BF16 alone, at these row counts")
+    parser.add_argument("--kernels", action="store_true", help="every launch of the layer, one after the other")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today()}", flush=True)
     for shape in args.shapes.split(","):
-        if args.rows:
+        if args.kernels:
+            bench_kernels(shape)
+        elif args.rows:
             bench_rows(shape, [int(rows) for rows in args.rows.split(",")])
         else:
             bench(shape)
