@@ -66,6 +66,7 @@ _NV = {"input": nvfp4(hadamard=True), "weight": nvfp4(2), "grad_output": nvfp4(h
 MXFP8 = RecipeSpec("MXFP8BlockScaling", {**_MX, "backward_override": None})
 NVFP4 = RecipeSpec("NVFP4BlockScaling", {**_NV, "backward_override": None})
 MOE_MXFP8 = replace(MOE_INTERLEAVED, recipe=MXFP8)
+MOE_LINEAR_MXFP8 = replace(MOE_LINEAR, recipe=MXFP8)
 MOE_NVFP4 = replace(MOE_INTERLEAVED, recipe=NVFP4)
 MOE_SRELU_MXFP8 = replace(MOE_SRELU, recipe=MXFP8)
 MOE_SRELU_NVFP4 = replace(MOE_SRELU, recipe=NVFP4)

@@ -137,6 +137,17 @@ FP8_MLP_KERNELS = (
 )
 
 
+def sm100_linear(format: str) -> tuple[Bound, ...]:
+    """The kernels of a linear alone."""
+    rows = catalog.SM100[format]
+    k, n, own = "fc.in_features", "fc.out_features", {"G": "fc.num_groups", "dtype": "fc.compute_dtype"}
+    return (
+        bind(rows["gemm"], "fc forward", K=k, N=n, **own),
+        bind(rows["gemm"], "fc input gradient", K=n, N=k, **own),
+        bind(rows["wgrad"], "fc weight gradient", K=k, N=n, **own),
+    )
+
+
 def sm100_srelu_mlp(format: str) -> tuple[Bound, ...]:
     """The same with a squared ReLU, in "mxfp8" or "nvfp4"."""
     rows = catalog.SM100[format]

@@ -18,6 +18,7 @@ from patterns.kernels import (
     LINEAR_ACT_KERNELS,
     LINEAR_KERNELS,
     MLP_KERNELS,
+    sm100_linear,
     sm100_mlp,
     sm100_srelu_mlp,
 )
@@ -31,6 +32,8 @@ PADDED_MLP = "fusible_ops.fused.padded_mlp:PaddedMLP"
 PADDED_MLP_MXFP8 = "fusible_ops.fused.padded_mlp_mxfp8:PaddedMLPMxfp8"
 LINEAR_ACTIVATION = "fusible_ops.fused.grouped_linear:GroupedLinearActivation"
 LINEAR = "fusible_ops.fused.grouped_linear:FusedGroupedLinear"
+PADDED_LINEAR = "fusible_ops.fused.padded_linear:PaddedLinear"
+PADDED_LINEAR_MXFP8 = "fusible_ops.fused.padded_linear_mxfp8:PaddedLinearMxfp8"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Slots and guards
@@ -212,6 +215,14 @@ RULES: tuple[Rule, ...] = (
         example=examples.FFN_LINEAR_QUANTIZE,
     ),
     Rule(
+        name="grouped_linear_sm100",
+        pattern=(slot("fc", "grouped_linear"), _QUANTIZE),
+        guards=(_NO_RECIPE,),
+        program=PADDED_LINEAR,
+        kernels=sm100_linear("bfloat16"),
+        example=examples.MOE_LINEAR,
+    ),
+    Rule(
         name="grouped_linear_fp8",
         pattern=(slot("fc", "grouped_linear"),),
         guards=(*_FP8_BLOCKS, _FP8_OUT),
@@ -226,6 +237,14 @@ RULES: tuple[Rule, ...] = (
         program=LINEAR_FP8,
         kernels=FP8_LINEAR_KERNELS,
         example=examples.FFN_LINEAR_FP8,
+    ),
+    Rule(
+        name="grouped_linear_mxfp8_sm100",
+        pattern=(slot("fc", "grouped_linear"),),
+        guards=_MXFP8,
+        program=PADDED_LINEAR_MXFP8,
+        kernels=sm100_linear("mxfp8"),
+        example=examples.MOE_LINEAR_MXFP8,
     ),
     Rule(
         name="grouped_linear",

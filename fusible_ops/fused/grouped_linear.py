@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fusible_ops.fused.parts import (
+    Extras,
     activation_at,
     as_rows,
     checked_dtype,
@@ -36,6 +37,24 @@ class FusedGroupedLinear(FusedOperation):
     def keeps(self) -> dict[int, int]:
         return {0: 0}
 
+    # How rows lie in the kernels' products: as they are given.
+
+    def offsets(self, ctx: OperationContext, rows: int, extras: Extras) -> Tensor:
+        """Where groups of the products' rows begin and end, of so many given rows. Asked first in a forward."""
+        return self.fc.offsets(ctx.kernels, rows, extras)
+
+    def products(self, ctx: OperationContext) -> Any:
+        """The functions on such rows."""
+        return ctx.kernels
+
+    def laid_out(self, ctx: OperationContext, t: Tensor) -> Tensor:
+        """Given rows as the products take them."""
+        return t
+
+    def as_given(self, ctx: OperationContext, t: Tensor) -> Tensor:
+        """The way back."""
+        return t
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -45,14 +64,15 @@ class FusedGroupedLinear(FusedOperation):
         **_: Any,
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
         ctx, extras = basic_op_ctxs[0], basic_op_extra_inputs
-        kernels, dtype = ctx.kernels, checked_dtype(self.fc.op, ctx, input_)
+        dtype = checked_dtype(self.fc.op, ctx, input_)
         x, scales = as_rows(input_, dtype), self.fc.scales(extras)
         needs_grad = basic_op_ctxs[-1].requires_grad
         weights = ctx.held.operands(dtype, needs_grad)
         bias = self.fc.bias(basic_op_ctxs, dtype, needs_grad)
+        offsets = self.offsets(ctx, x.shape[0], extras)
         rows = row_factor(scales, dtype)
-        offsets = self.fc.offsets(kernels, x.shape[0], extras)
-        y = kernels.grouped_gemm(x, weights, offsets, bias, rows, plans=ctx.plans)
+        rows = None if rows is None else self.laid_out(ctx, rows)
+        y = self.products(ctx).grouped_gemm(self.laid_out(ctx, x), weights, offsets, bias, rows, plans=ctx.plans)
         if needs_grad:
             ctx.input_shape, ctx.dtype = input_.shape, dtype
             ctx.unchanged = Unchanged(ctx.held.weights) if ctx.input_requires_grad else None
@@ -60,7 +80,7 @@ class FusedGroupedLinear(FusedOperation):
             kept_x = x if ctx.wants[0] else None
             kept_bias = bias if self.fc.wants_dscales(basic_op_ctxs) else None
             ctx.save_for_backward(kept_x, offsets, rows, kept_bias, *(weights if ctx.input_requires_grad else ()))
-        return like_rows_of(y, input_), [()] * len(basic_op_ctxs)
+        return like_rows_of(self.as_given(ctx, y), input_), [()] * len(basic_op_ctxs)
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
@@ -68,14 +88,17 @@ class FusedGroupedLinear(FusedOperation):
         ctx = basic_op_ctxs[0]
         x, offsets, rows, bias, *weights = ctx.take_saved()
         grads, extra_grads = no_grads(basic_op_ctxs)
-        kernels, dy = ctx.kernels, incoming(grad_output, ctx.dtype)
-        self.fc.put_grads(basic_op_ctxs, grads, kernels, dy, x, offsets, scales=rows, plans=ctx.plans)
+        products, dy = self.products(ctx), self.laid_out(ctx, incoming(grad_output, ctx.dtype))
+        x = None if x is None else self.laid_out(ctx, x)
+        self.fc.put_grads(basic_op_ctxs, grads, products, dy, x, offsets, scales=rows, plans=ctx.plans)
         del x
         if self.fc.wants_dscales(basic_op_ctxs):
-            extra_grads[0] = [None, viewed(kernels.grouped_dscale(dy, bias, offsets), ctx.scales_shape)]
+            dscales = self.as_given(ctx, products.grouped_dscale(dy, bias, offsets))
+            extra_grads[0] = [None, viewed(dscales, ctx.scales_shape)]
         dx = None
         if ctx.input_requires_grad:
-            dx = viewed(kernels.grouped_gemm_dgrad(dy, weights, offsets, plans=ctx.plans), ctx.input_shape)
+            dx = self.as_given(ctx, products.grouped_gemm_dgrad(dy, weights, offsets, plans=ctx.plans))
+            dx = viewed(dx, ctx.input_shape)
         return dx, grads, extra_grads
 
 

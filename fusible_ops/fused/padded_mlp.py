@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from cute_kernels.blackwell.rows import PaddedGroups
-from cute_kernels.facts import NO_PLANS, Plans
+from fusible_ops.fused.padded_products import PaddedProducts, padded
 from fusible_ops.fused.parts import (
     as_rows,
     checked_dtype,
@@ -65,7 +65,7 @@ class PaddedMLP(FusedOperation):
         probs = row_factor(self.act.probs(extras), dtype)
         if fc1.covers_all_rows:
             probs = probs_of_tokens(probs, basic_op_ctxs[self.act.at])
-        probs, scales = _padded(probs, first), _padded(row_factor(fc2.scales(extras), dtype), second)
+        probs, scales = padded(probs, first), padded(row_factor(fc2.scales(extras), dtype), second)
         bias1 = fc1.bias(basic_op_ctxs, dtype, needs_grad)
         act, preact = kernels.padded_gemm_act(x, weights1, first.ends, activation, bias1, probs)
         if second is not first:
@@ -121,32 +121,10 @@ class PaddedMLP(FusedOperation):
             fc1.put_grads(basic_op_ctxs, grads, PaddedProducts(ctx, first), dpreact, x, first.padded_offsets)
         del x
         if ctx.input_requires_grad:
-            transposed = [w.mT for w in weights1]
-            dx = viewed(first.unpad(kernels.padded_gemm(dpreact, transposed, first.ends)), ctx.input_shape)
+            assert dpreact is not None
+            dx = PaddedProducts(ctx, first).grouped_gemm_dgrad(dpreact, weights1, first.padded_offsets)
+            dx = viewed(first.unpad(dx), ctx.input_shape)
         if fc2.wants_dscales(basic_op_ctxs):
             dscales = ctx.formulas.grouped_dscale(plain, bias2, second.offsets)
             extra_grads[fc2.at] = [None, viewed(dscales, ctx.scales_shape)]
         return dx, grads, extra_grads
-
-
-class PaddedProducts:
-    """Gradients of parameters on the padded rows of `groups`, under the names of functions on rows without padding."""
-
-    def __init__(self, ctx: OperationContext, groups: PaddedGroups) -> None:
-        self._kernels, self._ends = ctx.kernels, groups.ends
-        self.grouped_dbias = ctx.formulas.grouped_dbias
-
-    def grouped_wgrad(
-        self, dy: Tensor, x: Tensor, offsets: Tensor, glu_interleave: int = 0, plans: Plans = NO_PLANS
-    ) -> Tensor:
-        return self._kernels.padded_wgrad(dy, x, self._ends)
-
-    def grouped_wgrad_(
-        self, out: Sequence[Tensor], dy: Tensor, x: Tensor, offsets: Tensor, glu_interleave: int, accumulate: bool
-    ) -> None:
-        self._kernels.padded_wgrad_(out, dy, x, self._ends, accumulate)
-
-
-def _padded(rows: Tensor | None, groups: PaddedGroups) -> Tensor | None:
-    """Probs or scales as FP32 [M]; None if there are none."""
-    return None if rows is None else groups.pad(rows.float())
