@@ -9,8 +9,9 @@ not. A weight is one tensor [G, N, K] (read where it lies) or a sequence of G te
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,8 +43,7 @@ def grouped_linear(
     A weight and its bias require gradients alike. Errors: as `fusible_ops.GroupedLinear`; ValueError for weights that
     are not G matrices of one shape.
     """
-    run = _in_graph("run_linear") if torch.compiler.is_dynamo_compiling() else run_linear
-    return run(x, _listed(weight, 3), split_sizes, _listed(bias, 2), scales, transposed_weight)
+    return runs().run_linear(x, _listed(weight, 3), split_sizes, _listed(bias, 2), scales, transposed_weight)
 
 
 def grouped_mlp(
@@ -66,10 +66,9 @@ def grouped_mlp(
     """
     if isinstance(activation, ScaledActivation) != (probs is not None):
         raise ValueError(f"{type(activation).__name__} takes {'probs' if probs is None else 'no probs'}")
-    run = _in_graph("run_mlp") if torch.compiler.is_dynamo_compiling() else run_mlp
     how: tuple[str, int] = activation.activation.encode(), activation.glu_interleave_size or 0
     first, second = (_listed(fc1_weight, 3), _listed(fc1_bias, 2)), (_listed(fc2_weight, 3), _listed(fc2_bias, 2))
-    return run(x, *first, *second, split_sizes, probs, scales, *how, transposed_weight)
+    return runs().run_mlp(x, *first, *second, split_sizes, probs, scales, *how, transposed_weight)
 
 
 def _listed(weight: Weight | None, dims: int) -> list[Tensor]:
@@ -87,11 +86,15 @@ def _listed(weight: Weight | None, dims: int) -> list[Tensor]:
     return [weight]
 
 
-def _in_graph(name: str) -> Any:
-    """The function `name` of this file as torch.compile takes it: one call, into which AOTAutograd looks."""
+def runs() -> Any:
+    """The module with `run_linear` and `run_mlp`: this one, or inside torch.compile that of those which it takes, one
+    call each, into which AOTAutograd looks.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return sys.modules[__name__]
     from fusible_ops import compiled
 
-    return getattr(compiled, name)
+    return compiled
 
 
 # What follows takes tensors and constants alone.
@@ -104,11 +107,10 @@ def run_linear(
     bias: list[Tensor],
     scales: Tensor | None,
     transposed: bool,
+    kept_for: str = "",
 ) -> Tensor:
-    """`grouped_linear`."""
-    shape = _shape("weight", weight, bias, transposed)
-    fuser = _kept((shape, scales is not None), lambda: [_op(shape, scales is not None)])
-    with _with(fuser.basic_ops, [(weight, bias)]):
+    """`grouped_linear`. kept_for: whose calls these are; what is remembered of a call serves the same caller's next."""
+    with lent_linear(weight, bias, scales is not None, transposed, kept_for) as fuser:
         return fuser(x, split_sizes, *([] if scales is None else [scales]))
 
 
@@ -124,20 +126,51 @@ def run_mlp(
     activation: str,
     interleave: int,
     transposed: bool,
+    kept_for: str = "",
+    on_unfused: str = "allow",
 ) -> Tensor:
-    """`grouped_mlp`."""
-    shapes = _shape("fc1_weight", weight1, bias1, transposed), _shape("fc2_weight", weight2, bias2, transposed)
-    key = (shapes, probs is not None, scales is not None, activation, interleave)
-
-    def ops() -> list[BasicOperation]:
-        kind = ActivationOperation if probs is None else ScaledActivation
-        act = kind(Activation.decode(activation), glu_interleave_size=interleave or None)
-        return [_op(shapes[0], False), act, _op(shapes[1], scales is not None)]
-
-    fuser = _kept(key, ops)
+    """`grouped_mlp`. kept_for: as in `run_linear`; on_unfused: as `Sequential`'s."""
+    has = probs is not None, scales is not None
+    linears = (weight1, bias1), (weight2, bias2)
     extras = [split_sizes, *([] if probs is None else [probs]), split_sizes, *([] if scales is None else [scales])]
-    with _with(fuser.basic_ops[::2], [(weight1, bias1), (weight2, bias2)]):
+    with lent_mlp(*linears, *has, activation, interleave, transposed, kept_for, on_unfused) as fuser:
         return fuser(x, *extras)
+
+
+@contextmanager
+def lent_linear(
+    weight: list[Tensor], bias: list[Tensor], has_scales: bool, transposed: bool, kept_for: str = ""
+) -> Iterator[OperationFuser]:
+    """The op that `run_linear` calls, as a run, with this weight and bias while it is entered."""
+    shape = _shape("weight", weight, bias, transposed)
+    made = _kept((kept_for, shape, has_scales), lambda: _fuser([_op(shape, has_scales)]))
+    with _with(made.basic_ops, [(weight, bias)]):
+        yield made
+
+
+@contextmanager
+def lent_mlp(
+    fc1: tuple[list[Tensor], list[Tensor]],
+    fc2: tuple[list[Tensor], list[Tensor]],
+    has_probs: bool,
+    has_scales: bool,
+    activation: str,
+    interleave: int,
+    transposed: bool,
+    kept_for: str = "",
+    on_unfused: str = "allow",
+) -> Iterator[OperationFuser]:
+    """The run of ops that `run_mlp` calls, with these weights and biases while it is entered."""
+    shapes = _shape("fc1_weight", *fc1, transposed), _shape("fc2_weight", *fc2, transposed)
+
+    def fuser() -> OperationFuser:
+        kind = ScaledActivation if has_probs else ActivationOperation
+        act = kind(Activation.decode(activation), glu_interleave_size=interleave or None)
+        return _fuser([_op(shapes[0], False), act, _op(shapes[1], has_scales)], on_unfused)
+
+    made = _kept((kept_for, on_unfused, shapes, has_probs, has_scales, activation, interleave), fuser)
+    with _with(made.basic_ops[::2], [fc1, fc2]):
+        yield made
 
 
 Shape = tuple[int, int, int, bool, bool, bool, bool]
@@ -181,14 +214,17 @@ MOST = 256
 """Fusers that a thread keeps."""
 
 
-def _kept(key: Any, ops: Any) -> OperationFuser:
-    """The fuser of ops with this key; made when first asked for. A thread has its own, since it lends them weights."""
+def _fuser(ops: list[BasicOperation], on_unfused: str = "allow") -> OperationFuser:
+    return OperationFuser(ops, [str(i) for i in range(len(ops))], on_unfused=on_unfused)
+
+
+def _kept(key: Any, fuser: Callable[[], OperationFuser]) -> OperationFuser:
+    """The fuser with this key; made when first asked for. A thread has its own, since it lends them weights."""
     fusers = _local.__dict__.setdefault("fusers", {})
     if key not in fusers:
         if len(fusers) >= MOST:
             fusers.clear()
-        made = ops()
-        fusers[key] = OperationFuser(made, [str(i) for i in range(len(made))])
+        fusers[key] = fuser()
     return fusers[key]
 
 
