@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("cute_kernels", "patterns", "fusible_ops")
-OPTIONAL = ("cutlass", "cuda", "tvm_ffi", "cudnn", "transformer_engine", "triton")
+OPTIONAL = ("cutlass", "cuda", "tvm_ffi", "cudnn", "transformer_engine", "transformers", "peft", "triton")
 """Import names of packages that may be absent, or are slow to import."""
 
 
