@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cute_kernels.activation import Activation
 from cute_kernels.blackwell import mxfp8_reference
-from cute_kernels.registry import MARGIN, blackwell, empty_as_none, of_module, plain, register, with_activation
+from cute_kernels.registry import MARGIN, SUMS, blackwell, empty_as_none, of_module, plain, register, with_activation
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
@@ -76,7 +76,7 @@ _OPERATORS = (
     ),
     (
         f"padded_mxfp8_gemm_dact(Tensor dy, Tensor dy_scale, {_PRODUCT}, Tensor preact, str activation, "
-        f"Tensor? probs=None, bool need_dprobs=False, bool need_dbias=False, {MARGIN}) "
+        f"Tensor? probs=None, bool need_dprobs=False, bool need_dbias=False, {MARGIN}, {SUMS}) "
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         with_activation,
         _fake_gemm_dact,
@@ -134,7 +134,7 @@ def padded_mxfp8_gemm_dact(
     need_dbias: bool = False,
     **sharing: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """`blackwell.mxfp8_reference.padded_mxfp8_gemm_dact`."""
+    """`blackwell.mxfp8_reference.padded_mxfp8_gemm_dact`. deterministic=False: dbias as sums of atomics."""
     *copies, dprobs, dbias = _OPS.padded_mxfp8_gemm_dact(
         dy, dy_scale, weight, weight_scale, ends, preact, activation.encode(), probs, need_dprobs, need_dbias, **sharing
     )

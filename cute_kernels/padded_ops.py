@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cute_kernels.activation import Activation
 from cute_kernels.blackwell import reference
-from cute_kernels.registry import blackwell, empty_as_none, of_module, plain, register, with_activation
+from cute_kernels.registry import MARGIN, SUMS, blackwell, empty_as_none, of_module, plain, register, with_activation
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Shape functions
@@ -29,9 +29,10 @@ def _fake_gemm_act(x, weights, ends, activation, bias=None, probs=None):
     return x.new_empty(x.shape[0], columns // 2), x.new_empty(x.shape[0], columns)
 
 
-def _fake_gemm_dact(dy, weights, ends, preact, activation, probs, need_dprobs):
-    dprobs = dy.new_empty(dy.shape[0] if need_dprobs else 0, dtype=torch.float32 if need_dprobs else dy.dtype)
-    return torch.empty_like(preact), dprobs
+def _fake_gemm_dact(dy, weights, ends, preact, activation, probs, need_dprobs, need_dbias):
+    dprobs = dy.new_empty(dy.shape[0], dtype=torch.float32) if need_dprobs else dy.new_empty(0)
+    sums = dy.new_empty(ends.shape[0], preact.shape[1], dtype=torch.float32) if need_dbias else dy.new_empty(0)
+    return torch.empty_like(preact), dprobs, sums
 
 
 def _fake_wgrad(dy, x, ends):
@@ -42,29 +43,28 @@ def _fake_wgrad_(out, dy, x, ends, accumulate=False):
     return None
 
 
-_MARGIN = "*, int sm_margin=0"
 _OPERATORS = (
     (
-        f"padded_gemm(Tensor x, Tensor[] weights, Tensor ends, Tensor? bias=None, Tensor? bias_scale=None, {_MARGIN}) "
+        f"padded_gemm(Tensor x, Tensor[] weights, Tensor ends, Tensor? bias=None, Tensor? bias_scale=None, {MARGIN}) "
         "-> Tensor",
         plain,
         _fake_gemm,
     ),
     (
         "padded_gemm_act(Tensor x, Tensor[] weights, Tensor ends, str activation, Tensor? bias=None, "
-        f"Tensor? probs=None, {_MARGIN}) -> (Tensor, Tensor)",
+        f"Tensor? probs=None, {MARGIN}) -> (Tensor, Tensor)",
         with_activation,
         _fake_gemm_act,
     ),
     (
         "padded_gemm_dact(Tensor dy, Tensor[] weights, Tensor ends, Tensor preact, str activation, Tensor? probs, "
-        f"bool need_dprobs, {_MARGIN}) -> (Tensor, Tensor)",
+        f"bool need_dprobs, bool need_dbias, {MARGIN}, {SUMS}) -> (Tensor, Tensor, Tensor)",
         with_activation,
         _fake_gemm_dact,
     ),
-    (f"padded_wgrad(Tensor dy, Tensor x, Tensor ends, {_MARGIN}) -> Tensor", plain, _fake_wgrad),
+    (f"padded_wgrad(Tensor dy, Tensor x, Tensor ends, {MARGIN}) -> Tensor", plain, _fake_wgrad),
     (
-        f"padded_wgrad_(Tensor(a!)[] out, Tensor dy, Tensor x, Tensor ends, bool accumulate=False, {_MARGIN}) -> ()",
+        f"padded_wgrad_(Tensor(a!)[] out, Tensor dy, Tensor x, Tensor ends, bool accumulate=False, {MARGIN}) -> ()",
         plain,
         _fake_wgrad_,
     ),
@@ -106,10 +106,11 @@ def padded_gemm_dact(
     activation: Activation,
     probs: Tensor | None = None,
     need_dprobs: bool = False,
+    need_dbias: bool = False,
     **sharing: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """`blackwell.reference.padded_gemm_dact`."""
-    dpreact, dprobs = _OPS.padded_gemm_dact(
-        dy, weights, ends, preact, activation.encode(), probs, need_dprobs, **sharing
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`blackwell.reference.padded_gemm_dact`. deterministic=False: dprobs and dbias as sums of atomics."""
+    dpreact, dprobs, dbias = _OPS.padded_gemm_dact(
+        dy, weights, ends, preact, activation.encode(), probs, need_dprobs, need_dbias, **sharing
     )
-    return dpreact, empty_as_none(dprobs, need_dprobs)
+    return dpreact, empty_as_none(dprobs, need_dprobs), empty_as_none(dbias, need_dbias)

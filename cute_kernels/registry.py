@@ -17,6 +17,8 @@ _LIBRARY = torch.library.Library("fusible_ops", "DEF")
 
 MARGIN = "*, int sm_margin=0"
 """What the schemas of kernels end with that use more than one SM."""
+SUMS = "bool deterministic=True"
+"""What follows in those of kernels that can add up by atomics."""
 Pick = Callable[[str], Callable]
 """Gives the function of a name, of a reference or of an architecture."""
 

@@ -1,4 +1,6 @@
-"""How the kernels of a layer share a device: who deals out their tiles, and how many SMs they leave alone. No torch."""
+"""How the kernels of a layer share a device: who deals out their tiles, how many SMs they leave alone, and whether CTAs
+may add up by atomics. No torch.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,16 @@ SCHEDULERS = ("static", "dynamic")
 class Sharing:
     """scheduler: "static", tiles dealt out before a kernel starts; "dynamic", taken by CTAs as they go, through a
     counter; None: as `choose_scheduler` says, and of weight gradients `choose_wgrad_scheduler`. sm_margin: SMs that
-    every kernel leaves free.
+    every kernel leaves free. deterministic: the same bits run after run; False lets kernels that can sum by atomics do
+    so (cuDNN Frontend's; ours have none).
 
-    Errors: ValueError for an unknown scheduler, a negative margin; TypeError for a margin that is no int.
+    Errors: ValueError for an unknown scheduler, a negative margin; TypeError for a margin that is no int, for a
+    `deterministic` that is no bool.
     """
 
     scheduler: str | None = None
     sm_margin: int = 0
+    deterministic: bool = True
 
     def __post_init__(self) -> None:
         if self.scheduler is not None and self.scheduler not in SCHEDULERS:
@@ -26,6 +31,8 @@ class Sharing:
             raise TypeError(f"sm_margin must be an int of at least 0; got {self.sm_margin!r}")
         if self.sm_margin < 0:
             raise ValueError(f"sm_margin must be at least 0; got {self.sm_margin}")
+        if not isinstance(self.deterministic, bool):
+            raise TypeError(f"deterministic must be True or False; got {self.deterministic!r}")
 
 
 ALONE = Sharing()

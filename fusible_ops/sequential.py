@@ -20,7 +20,7 @@ from fusible_ops.recipe import Recipe
 from patterns import RULES, Rule, check_rules, explain
 
 Group = OperationFuser | nn.Module
-OPTIONS = ("rules", "on_unfused", "scheduler", "sm_margin")
+OPTIONS = ("rules", "on_unfused", "scheduler", "sm_margin", "deterministic")
 """What a Sequential is made with beside its modules; a change makes its runs anew."""
 
 
@@ -44,10 +44,12 @@ class Sequential(nn.Module):
     scheduler, sm_margin: how the kernels of fused ops share the device (`cute_kernels.scheduling.Sharing`). "dynamic"
     lets SMs take tiles as they go, so that those which something else holds or slows down get fewer; "static" deals
     them out beforehand; None chooses. sm_margin: SMs that every kernel leaves free. Results are the same bits.
+    deterministic: the same bits run after run. False lets cuDNN Frontend's kernels (Blackwell) sum gradients of probs
+    and biases by atomics, which saves a pass; elsewhere it changes nothing.
 
     Errors: ValueError for missing or surplus extra inputs, for widths that do not chain (naming the two ops), for an
     unknown on_unfused or scheduler, for a margin that is negative or, at the first call, leaves no SM; TypeError for a
-    rule set that is no tuple of rules, a margin that is no int.
+    rule set that is no tuple of rules, a margin that is no int, a `deterministic` that is no bool.
     Source: the interface is that of transformer_engine.pytorch.ops.Sequential (2.20).
     """
 
@@ -58,12 +60,13 @@ class Sequential(nn.Module):
         on_unfused: str = "allow",
         scheduler: str | None = None,
         sm_margin: int = 0,
+        deterministic: bool = True,
     ) -> None:
         super().__init__()
         self.own_name = own_name(self)
         self.rules = check_rules(rules)
         self.on_unfused = on_unfused
-        self.scheduler, self.sm_margin = scheduler, sm_margin
+        self.scheduler, self.sm_margin, self.deterministic = scheduler, sm_margin, deterministic
         self._module_groups: list[Group] | None = None
         self._num_extra_inputs = 0  # of all groups together; known once they are made
         if len(modules) == 1 and isinstance(modules[0], Mapping):
@@ -145,7 +148,7 @@ class Sequential(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "on_unfused" and value not in ON_UNFUSED:
             raise ValueError(f"on_unfused must be one of {', '.join(ON_UNFUSED)}; got {value!r}")
-        if name in ("scheduler", "sm_margin"):
+        if name in ("scheduler", "sm_margin", "deterministic"):
             Sharing(**{name: value})  # raises ValueError, TypeError
         super().__setattr__(name, value)
         if isinstance(value, nn.Module) or name in OPTIONS:
@@ -178,7 +181,7 @@ class Sequential(nn.Module):
 
         def close_run() -> None:
             if run:
-                sharing = Sharing(self.scheduler, self.sm_margin)
+                sharing = Sharing(self.scheduler, self.sm_margin, self.deterministic)
                 fuser = OperationFuser(list(run.values()), list(run), self.rules, self.on_unfused, sharing)
                 groups.append(fuser)
                 run.clear()

@@ -29,6 +29,8 @@ BOUNDED = (
     | {f"padded_{format}{name}" for format in ("", "mxfp8_") for name in _PADDED}
 )
 """Kernels that use more than one SM."""
+SUMMED = frozenset(f"padded_{format}gemm_dact" for format in ("", "mxfp8_"))
+"""Kernels that can add up by atomics."""
 
 
 def shared(kernels: Any, sharing: Sharing, rows: int, records: bool) -> Any:
@@ -65,7 +67,8 @@ class Turns:
 
 
 class SharingKernels:
-    """Functions of `kernels` by name, called with the margin, and those of `counted` with a counter.
+    """Functions of `kernels` by name, called with the margin, those of `counted` with a counter, and those that can add
+    up by atomics so if they may.
 
     The first group offsets come with the counters of the whole call, all zero.
     """
@@ -87,8 +90,12 @@ class SharingKernels:
         function = getattr(self._kernels, name)
         if name in self._counted:
             return functools.partial(self._call_with_counter, function)
-        margin = self._sharing.sm_margin
-        return functools.partial(function, sm_margin=margin) if margin and name in BOUNDED else function
+        how: dict[str, Any] = {}
+        if self._sharing.sm_margin and name in BOUNDED:
+            how["sm_margin"] = self._sharing.sm_margin
+        if not self._sharing.deterministic and name in SUMMED:
+            how["deterministic"] = False
+        return functools.partial(function, **how) if how else function
 
     def _call_with_counter(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, sm_margin=self._sharing.sm_margin, counter=self._turns.take(), **kwargs)

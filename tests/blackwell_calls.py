@@ -91,7 +91,7 @@ CALLS: dict[str, tuple[catalog.Kernel, Call]] = {
     "BF16 dglu: dprobs, dbias by atomics": (
         BF16["dglu"],
         partial(
-            dglu, Operand(DY), Operand(W2.mT), ENDS, PREACT, SWIGLU, PROBS, need_dprobs=True, need_dbias=True,
+            padded.padded_gemm_dact, DY, [W2], ENDS, PREACT, SWIGLU, PROBS, need_dprobs=True, need_dbias=True,
             deterministic=False,
         ),
     ),
@@ -115,6 +115,13 @@ CALLS: dict[str, tuple[catalog.Kernel, Call]] = {
     "MXFP8 quant: into FP8": (MX["gemm"], partial(quant, mxfp8(M, WIDTH), mxfp8(E, H, WIDTH), ENDS, dtype=E4M3)),
     "MXFP8 dglu": (MX["dglu"], partial(dglu, MX_DY, MX_W2_BACK, ENDS, PREACT, SWIGLU, **MX_GRAD)),
     "MXFP8 dglu: any clamp": (MX["dglu"], partial(dglu, MX_DY, MX_W2_BACK, ENDS, PREACT, OTHER_CLAMP, **MX_GRAD)),
+    "MXFP8 dglu: dprobs, dbias by atomics": (
+        MX["dglu"],
+        partial(
+            padded_mxfp8.padded_mxfp8_gemm_dact, *MX_DY, *MX_W2_BACK, ENDS, PREACT, SWIGLU, PROBS, need_dprobs=True,
+            need_dbias=True, deterministic=False,
+        ),
+    ),
     "MXFP8 quant: from a column-wise weight, for a bias gradient": (
         MX["gemm"],
         partial(padded_mxfp8.padded_mxfp8_gemm_dact, *MX_DY, *MX_W2_BACK, ENDS, PREACT, SWIGLU, need_dbias=True),

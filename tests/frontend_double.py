@@ -234,6 +234,9 @@ class GroupedGemmDgluSm100(Operation):
             given.d_row.copy_(woven(dgate, dup))
         else:
             self.give(given, "d_row", woven(dgate, dup))
+        if given.dbias is not None:  # by atomics, in BF16
+            assert not s["_deterministic"] and given.dbias.dtype == torch.bfloat16 and not given.dbias.any()
+            given.dbias.squeeze(2).copy_(torch.zeros(given.dbias.shape[:2]).index_add_(0, group, woven(dgate, dup)))
         parts = grad * value.detach()
         if s["_deterministic"]:  # a slot for each tile of 256 columns
             for slot, tile in enumerate(parts.split(256, 1)):

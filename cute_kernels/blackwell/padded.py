@@ -51,19 +51,28 @@ def padded_gemm_dact(
     activation: Activation,
     probs: Tensor | None = None,
     need_dprobs: bool = False,
+    need_dbias: bool = False,
     sm_margin: int = 0,
-) -> tuple[Tensor, Tensor | None]:
-    """The same bits run after run: dprobs, which the kernel sums with atomics, is computed outside, from the product in
-    FP32, and dpreact with it.
+    deterministic: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """deterministic: what the kernel sums with atomics is computed outside: dprobs from the product in FP32, and
+    dpreact with it; dbias from dpreact. Else the kernel gives both, dbias as sums of BF16.
     """
     weight = as_stacked(weights).mT
-    if need_dprobs:
+    if need_dprobs and deterministic:
         grad = gemm(dy, weight, ends, dtype=torch.float32, sm_margin=sm_margin)
-        return reference.dact(grad, preact, activation, probs, need_dprobs)
-    factors = _rounded(probs, preact)
-    made = dglu(Operand(dy), Operand(weight), ends, preact, activation, factors, sm_margin=sm_margin)
+        dpreact, dprobs = reference.dact(grad, preact, activation, probs, need_dprobs)
+        return dpreact, dprobs, reference.dbias(dpreact, ends) if need_dbias else None
+    factors, sums = _rounded(probs, preact), need_dbias and not deterministic
+    made = dglu(
+        Operand(dy), Operand(weight), ends, preact, activation, factors, need_dprobs, sums, deterministic,
+        sm_margin=sm_margin,
+    )  # fmt: skip
     assert isinstance(made.dpreact, Tensor)
-    return made.dpreact, None
+    if sums:
+        assert made.dbias is not None
+        return made.dpreact, made.dprobs, made.dbias.float()
+    return made.dpreact, made.dprobs, reference.dbias(made.dpreact, ends) if need_dbias else None
 
 
 def padded_wgrad(dy: Tensor, x: Tensor, ends: Tensor, sm_margin: int = 0) -> Tensor:

@@ -64,19 +64,23 @@ def padded_mxfp8_gemm_dact(
     need_dprobs: bool = False,
     need_dbias: bool = False,
     sm_margin: int = 0,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The same bits run after run: dbias, which the kernel sums with atomics, is computed outside, from the product in
-    BF16 (the kernel itself gives FP8 alone), and all else with it.
+    """deterministic: dbias, which the kernel sums with atomics, is computed outside, from the product in BF16 (the
+    kernel itself gives FP8 alone), and all else with it. Else a GLU's kernel gives it, as sums of BF16.
     """
     given = Operand(dy, dy_scale), Operand(weight, weight_scale)
-    if need_dbias:
+    if need_dbias and (deterministic or not activation.is_glu):
         grad = padded_mxfp8_gemm(dy, dy_scale, weight, weight_scale, ends, sm_margin=sm_margin)
         return gradients(grad.float(), ends, preact, activation, probs, need_dprobs, need_dbias)
-    run = dglu if activation.is_glu else dsrelu
-    made = run(
-        *given, ends, preact, activation, rounded(probs), need_dprobs, dpreact_dtype=_FP8, sm_margin=sm_margin
-    )  # fmt: skip
-    return *_copies(made.dpreact), made.dprobs, None
+    call = (*given, ends, preact, activation, rounded(probs), need_dprobs)
+    if not need_dbias:
+        run = dglu if activation.is_glu else dsrelu
+        made = run(*call, dpreact_dtype=_FP8, sm_margin=sm_margin)
+        return *_copies(made.dpreact), made.dprobs, None
+    summed = dglu(*call, need_dbias, deterministic=False, dpreact_dtype=_FP8, sm_margin=sm_margin)
+    assert summed.dbias is not None
+    return *_copies(summed.dpreact), summed.dprobs, summed.dbias.float()
 
 
 def padded_mxfp8_wgrad(

@@ -52,13 +52,23 @@ def padded_gemm_dact(
     activation: Activation,
     probs: Tensor | None = None,
     need_dprobs: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """dA = dy W_g in FP32, then the gradients of `padded_gemm_act`: (dpreact [M, 2I], dprobs FP32 [M] or None)."""
+    need_dbias: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dA = dy W_g in FP32, then the gradients of `padded_gemm_act`.
+
+    (dpreact [M, 2I], dprobs FP32 [M] or None, dbias FP32 [E, 2I] or None).
+    """
     plain = reference.deinterleave(preact, INTERLEAVE, 1)
     dpreact, _, dprobs = reference.grouped_gemm_dact(
         dy, weights, offsets_of(ends), plain, activation, probs, need_act=False, need_dprobs=need_dprobs
     )
-    return reference.interleave(dpreact, INTERLEAVE, 1), dprobs
+    dpreact = reference.interleave(dpreact, INTERLEAVE, 1)
+    return dpreact, dprobs, dbias(dpreact, ends) if need_dbias else None
+
+
+def dbias(dpreact: Tensor, ends: Tensor) -> Tensor:
+    """Σ of each group's rows; FP32 [E, N]."""
+    return reference.grouped_dbias(dpreact, offsets_of(ends))
 
 
 def dact(

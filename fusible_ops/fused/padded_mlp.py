@@ -105,10 +105,11 @@ class PaddedMLP(FusedOperation):
         (first, second), kernels = ctx.groups, ctx.kernels
         grads, extra_grads = no_grads(basic_op_ctxs)
         plain = incoming(grad_output, ctx.dtype)
-        dy, dpreact, dprobs, dx = second.pad(plain), None, None, None
+        dy, dpreact, dprobs, db1, dx = second.pad(plain), None, None, None, None
         if preact is not None:
-            dpreact, dprobs = kernels.padded_gemm_dact(
-                dy, weights2, second.ends, preact, self.act.op.activation, probs, self.act.wants_dprobs(basic_op_ctxs)
+            sums = self.act.wants_dprobs(basic_op_ctxs), second is first and fc1.wants_dbias(basic_op_ctxs)
+            dpreact, dprobs, db1 = kernels.padded_gemm_dact(
+                dy, weights2, second.ends, preact, self.act.op.activation, probs, *sums
             )
         del preact
         products = PaddedProducts(ctx, second)
@@ -118,7 +119,7 @@ class PaddedMLP(FusedOperation):
             extra_grads[self.act.at] = [viewed(second.unpad(dprobs), ctx.probs_shape)]
         if dpreact is not None:
             dpreact = dpreact if second is first else first.pad(second.unpad(dpreact))
-            fc1.put_grads(basic_op_ctxs, grads, PaddedProducts(ctx, first), dpreact, x, first.padded_offsets)
+            fc1.put_grads(basic_op_ctxs, grads, PaddedProducts(ctx, first), dpreact, x, first.padded_offsets, db=db1)
         del x
         if ctx.input_requires_grad:
             assert dpreact is not None

@@ -114,12 +114,15 @@ def test_the_input_gradient_reads_the_forward_weight_where_it_lies(case: Case, d
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
 @pytest.mark.parametrize("need_dprobs", [False, True])
-def test_dglu(case: Case, activation: Activation, need_dprobs: bool, double: list[Operation]) -> None:
+@pytest.mark.parametrize("need_dbias", [False, True])
+def test_dglu(case: Case, activation: Activation, need_dprobs: bool, need_dbias: bool, double: list[Operation]) -> None:
     preact = bf16(case.x.shape[0], 2 * WIDTH, scale=3.0)
     factors = case.probs.bfloat16().float()
-    assert_same("padded_gemm_dact", case.dy, [case.w2], case.ends, preact, activation, factors, need_dprobs)
+    sums = need_dprobs, need_dbias
+    assert_same("padded_gemm_dact", case.dy, [case.w2], case.ends, preact, activation, factors, *sums)
     names = [type(made).__name__ for made in double]
     assert names == (["GroupedGemmSm100"] if need_dprobs else ["GroupedGemmDgluSm100"])  # atomics are left out
+    assert all(made.samples.get("dbias") is None for made in double)
 
 
 def test_alpha_is_not_squared(case: Case) -> None:

@@ -36,7 +36,7 @@ W1, W2, PREACT = torch.randn(3, 64, 16), torch.randn(3, 16, 32), torch.randn(512
 CALLS |= {
     "padded_gemm": (PADDED, [W1], ENDS, torch.randn(3, 64), torch.rand(512)),
     "padded_gemm_act": (PADDED, [W1], ENDS, ACT, torch.randn(3, 64), torch.rand(512)),
-    "padded_gemm_dact": (PADDED, [W2], ENDS, PREACT, ACT, torch.rand(512), True),
+    "padded_gemm_dact": (PADDED, [W2], ENDS, PREACT, ACT, torch.rand(512), True, True),
     "padded_wgrad": (PREACT, PADDED, ENDS),
     "padded_wgrad_": ([torch.zeros(3, 64, 16)], PREACT, PADDED, ENDS, True),
 }

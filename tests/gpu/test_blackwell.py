@@ -76,7 +76,8 @@ def test_glu_and_dglu(splits: Splits, activation: Activation) -> None:
     for bias, probs in ((None, None), (case.b1, case.probs)):
         compare("padded_gemm_act", case.x, [case.w1], case.ends, activation, bias, probs)
     for probs, need_dprobs in ((None, False), (case.probs, False), (case.probs, True)):
-        compare("padded_gemm_dact", case.dy, [case.w2], case.ends, case.preact, activation, probs, need_dprobs)
+        backward = (case.dy, [case.w2], case.ends, case.preact, activation, probs, need_dprobs, need_dprobs)
+        compare("padded_gemm_dact", *backward)
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
