@@ -7,6 +7,7 @@ The part that this project is about is `Experts`. Letters: T tokens, k experts p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -39,18 +40,21 @@ class Experts(nn.Module):
 
     Rows are sorted by expert, so that each expert's rows are adjacent; the expert MLP takes the sorted rows, the number
     of rows of each expert (on the device; the host never reads it) and one probability per row.
+
+    here: how many of the experts this process holds, if not all (examples/expert_parallel.py).
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, here: int | None = None) -> None:
         super().__init__()
         self.experts, self.top_k, self.dtype = config.experts, config.top_k, config.expert_dtype
         self.recipe = config.recipe
         self.router = nn.Linear(config.width, config.experts, bias=False, device=device)
         factory = {"bias": False, "device": device, "dtype": config.expert_dtype}
+        here = config.experts if here is None else here
         self.mlp = fo.Sequential(
-            fo.GroupedLinear(config.experts, config.width, 2 * config.expert_width, **factory),
+            fo.GroupedLinear(here, config.width, 2 * config.expert_width, **factory),
             fo.ScaledSwiGLU(),
-            fo.GroupedLinear(config.experts, config.expert_width, config.width, **factory),
+            fo.GroupedLinear(here, config.expert_width, config.width, **factory),
             **({} if config.fused else {"rules": ()}),
         )
 
@@ -69,13 +73,25 @@ class Experts(nn.Module):
 
         rows = Spread.apply(x.to(self.dtype), order, place, self.top_k)
         weight_of_row = Spread.apply(weights.view(-1, 1), order, place, 1).squeeze(1)
-        with fo.autocast(enabled=self.recipe is not None, recipe=self.recipe):
-            y = self.mlp(rows, split_sizes, weight_of_row, split_sizes)
+        y = self.answers(rows, split_sizes, weight_of_row)
         y = Spread.apply(y, place, order, 1).view(*chosen.shape, -1).to(x.dtype).sum(dim=1)
 
-        share = split_sizes / order.numel()
+        load = self.load(split_sizes)
+        share = load / load.sum()
         balance = self.experts * (share * probabilities.mean(dim=0)).sum()
-        return y, balance, split_sizes
+        return y, balance, load
+
+    def answers(self, rows: Tensor, split_sizes: Tensor, weight_of_row: Tensor) -> Tensor:
+        """What the experts make of their rows [R, H], sorted by expert, each times its weight."""
+        with fo.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            return self.mlp(rows, split_sizes, weight_of_row, split_sizes)
+
+    def load(self, split_sizes: Tensor) -> Tensor:
+        """Rows of each expert in the whole batch, which is to be balanced."""
+        return split_sizes
+
+
+MakeExperts = Callable[[ModelConfig, torch.device], Experts]
 
 
 class Spread(torch.autograd.Function):
@@ -128,12 +144,12 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, experts: MakeExperts) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width, device=device)
         self.attention = Attention(config, device)
         self.experts_norm = nn.RMSNorm(config.width, device=device)
-        self.experts = Experts(config, device)
+        self.experts = experts(config, device)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = x + self.attention(self.attention_norm(x))
@@ -142,11 +158,11 @@ class Block(nn.Module):
 
 
 class MoELanguageModel(nn.Module):
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, experts: MakeExperts = Experts) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(BYTES, config.width, device=device)
-        self.blocks = nn.ModuleList(Block(config, device) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, device, experts) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, device=device)
         self.head = nn.Linear(config.width, BYTES, bias=False, device=device)
         nn.init.normal_(self.embedding.weight, std=0.5)

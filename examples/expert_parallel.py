@@ -1,0 +1,330 @@
+"""The demo's model with its experts spread over ranks: each rank has its own tokens and its own experts, rows travel.
+
+    torchrun --standalone --nproc-per-node 2 examples/expert_parallel.py --check       on CPUs (gloo), a few seconds
+    torchrun --standalone --nproc-per-node 2 examples/expert_parallel.py --device cuda      on GPUs (NCCL)
+
+Everything but the experts is there on every rank, and its gradients are added up. How rows travel is an `Exchange`:
+
+dynamic     as many rows as there are. NCCL takes counts from the host, which waits for the device once a layer.
+fixed       `--capacity C`: each rank sends each other one C rows, used or not. The host never waits, so that a CUDA
+            graph can hold a whole training step. Rows beyond C are dropped: their experts answer zero.
+
+In both, the counts that the experts' kernels need stay on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import text_corpus
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from moe_lm import BYTES, Experts, ModelConfig, MoELanguageModel
+from torch import Tensor
+from training import DTYPES, ON_CPU, ON_CUDA, RECIPES, Optimizer, TrainConfig, learning_rate
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How rows travel. Letters: S ranks, L experts on each, R rows of this rank.
+
+
+class AllToAll(torch.autograd.Function):
+    """Send the i-th part of t to rank i; what arrives, in the order of ranks. sent, arriving: rows of each part; None:
+    all parts are alike.
+    """
+
+    @staticmethod
+    def forward(ctx, t: Tensor, sent: list[int] | None, arriving: list[int] | None) -> Tensor:
+        ctx.sent, ctx.arriving = sent, arriving
+        result = t.new_empty(len(t) if arriving is None else sum(arriving), *t.shape[1:])
+        dist.all_to_all_single(result, t.contiguous(), arriving, sent)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return AllToAll.apply(grad, ctx.arriving, ctx.sent), None, None
+
+
+class Move(torch.autograd.Function):
+    """y[i] = x[take[i]], or zero if that is no row of x; `put` is the inverse: x[j] lies in y[put[j]], if there."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, take: Tensor, put: Tensor) -> Tensor:
+        ctx.save_for_backward(put)
+        return moved(x, take)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (put,) = ctx.saved_tensors
+        return moved(grad, put), None, None
+
+
+def moved(x: Tensor, take: Tensor) -> Tensor:
+    """x[take], with zeros for what is no row of x."""
+    if len(x) == 0:
+        return x.new_zeros(len(take), *x.shape[1:])
+    return x[take.clamp(max=len(x) - 1)].masked_fill_((take >= len(x))[:, None], 0)
+
+
+def inverse(put: Tensor, size: int) -> Tensor:
+    """take [size] with take[put[j]] = j; the others, and whatever is put beyond `size`, are len(put)."""
+    take = put.new_full((size + 1,), len(put))
+    return take.scatter_(0, put.clamp(max=size), torch.arange(len(put), device=put.device))[:size]
+
+
+def by_expert(counts: Tensor, rows: int) -> Tensor:
+    """Where each of `rows` rows goes that come rank by rank, in each by expert, if they are to lie by expert.
+
+    counts: rows of each (rank, expert), [S, experts]; their sum is `rows`.
+    """
+    here = torch.arange(rows, device=counts.device)
+    ends = counts.flatten().cumsum(0)
+    block = torch.searchsorted(ends, here, right=True)
+    turned = counts.t().flatten()
+    starts = (turned.cumsum(0) - turned).view(counts.shape[1], -1).t().flatten()
+    return here - (ends - counts.flatten())[block] + starts[block]
+
+
+@dataclass
+class Route:
+    """How one batch of rows travels to the experts' ranks.
+
+    counts [S, L or L + 1]: rows that arrive from each rank for each expert here, then those that are none's; rows: all
+    that arrive. sent, arriving: as `AllToAll`. slots: where a row lies among those that are sent, and the inverse, if
+    not where it was.
+    """
+
+    counts: Tensor
+    rows: int
+    sent: list[int] | None = None
+    arriving: list[int] | None = None
+    slots: tuple[Tensor, Tensor] | None = None
+
+    def there(self, t: Tensor) -> Tensor:
+        """t [R, ...] -> [rows, ...] on the experts' ranks, in the order in which they arrive."""
+        if self.slots is not None:
+            slot, taken = self.slots
+            t = Move.apply(t, taken, slot)
+        return AllToAll.apply(t, self.sent, self.arriving)
+
+    def back(self, t: Tensor) -> Tensor:
+        """The inverse; zero for rows that were dropped."""
+        t = AllToAll.apply(t, self.arriving, self.sent)
+        if self.slots is None:
+            return t
+        slot, taken = self.slots
+        return Move.apply(t, slot, taken)
+
+
+def dynamic_route(counts: Tensor) -> Route:
+    """All rows, no others. counts [S, L]: rows of this rank for each expert."""
+    arriving = exchanged(counts)
+    sent, got = torch.stack([counts.sum(dim=1), arriving.sum(dim=1)]).tolist()  # the one wait
+    return Route(arriving, sum(got), sent, got)
+
+
+def fixed_route(counts: Tensor, rows: int, capacity: int) -> Route:
+    """`capacity` rows from each rank to each. rows: how many this rank has."""
+    ranks, here = len(counts), torch.arange(rows, device=counts.device)
+    ends = counts.sum(dim=1).cumsum(0)
+    rank = torch.searchsorted(ends, here, right=True)
+    place = here - F.pad(ends, (1, 0))[rank]
+    slot = torch.where(place < capacity, rank * capacity + place, ranks * capacity)
+    kept = F.pad(counts.cumsum(dim=1).clamp(max=capacity), (1, 0)).diff(dim=1)
+    arriving = exchanged(kept)
+    unused = capacity - arriving.sum(dim=1, keepdim=True)
+    size = ranks * capacity
+    return Route(torch.cat([arriving, unused], dim=1), size, slots=(slot, inverse(slot, size)))
+
+
+def exchanged(counts: Tensor) -> Tensor:
+    """Row i of counts goes to rank i."""
+    result = torch.empty_like(counts)
+    dist.all_to_all_single(result, counts.contiguous())
+    return result
+
+
+class ParallelExperts(Experts):
+    """`Experts` of which this rank holds one of `dist.get_world_size()` equal parts, in order.
+
+    capacity: rows from each rank to each other one, or None for as many as there are. Of all R rows of a rank R is the
+    most that can go to one other.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device, capacity: int | None = None) -> None:
+        self.ranks, self.capacity = dist.get_world_size(), capacity
+        if config.experts % self.ranks:
+            raise ValueError(f"{config.experts} experts cannot be shared equally by {self.ranks} ranks")
+        super().__init__(config, device, config.experts // self.ranks)
+
+    def answers(self, rows: Tensor, split_sizes: Tensor, weight_of_row: Tensor) -> Tensor:
+        counts = split_sizes.view(self.ranks, -1)
+        route = dynamic_route(counts) if self.capacity is None else fixed_route(counts, len(rows), self.capacity)
+        place = by_expert(route.counts, route.rows)
+        order = inverse(place, route.rows)
+        here = Move.apply(route.there(rows), order, place)
+        weights = Move.apply(route.there(weight_of_row[:, None]), order, place).squeeze(1)
+        mine = route.counts[:, : counts.shape[1]].sum(dim=0)
+        return route.back(Move.apply(super().answers(here, mine, weights), place, order))
+
+    def load(self, split_sizes: Tensor) -> Tensor:
+        """Of the batches of all ranks."""
+        total = split_sizes.clone()
+        dist.all_reduce(total)
+        return total
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def is_expert(name: str) -> bool:
+    """Whether this parameter belongs to one expert, and so to one rank."""
+    return ".experts.mlp." in name
+
+
+def part_of(state: dict[str, Tensor], experts: int, rank: int, ranks: int) -> dict[str, Tensor]:
+    """A rank's part of a whole model's state_dict: of the experts its own, numbered from 0."""
+    here, part = experts // ranks, {}
+    for name, value in state.items():
+        if not is_expert(name) or name.endswith("_extra_state"):
+            part[name] = value
+            continue
+        stem, number = name.rsplit("weight", 1)
+        if int(number) // here == rank:
+            part[f"{stem}weight{int(number) % here}"] = value
+    return part
+
+
+class ParallelOptimizer(Optimizer):
+    """`Optimizer` of a model whose experts are on several ranks: gradients are clipped by the norm of all of them."""
+
+    def __init__(self, model: MoELanguageModel, config: TrainConfig) -> None:
+        named = list(model.named_parameters())
+        super().__init__([p for _, p in named], config)
+        self.own = [p for name, p in named if is_expert(name)]
+        self.shared = [p for name, p in named if not is_expert(name)]
+
+    def add_up(self) -> None:
+        """Gradients of what every rank has: the sum over ranks. An expert's is complete already, as rows travelled."""
+        flat = torch.cat([p.grad.flatten() for p in self.shared])
+        dist.all_reduce(flat)
+        for p, grad in zip(self.shared, flat.split([p.numel() for p in self.shared]), strict=True):
+            p.grad = grad.view_as(p)
+
+    def norm(self) -> Tensor:
+        experts, shared = (torch.nn.utils.get_total_norm([p.grad for p in ps]) for ps in (self.own, self.shared))
+        squares = experts.to(shared.dtype).square()
+        dist.all_reduce(squares)
+        return (squares + shared.square()).sqrt()
+
+
+def loss_of(model: MoELanguageModel, tokens: Tensor, balance: float) -> Tensor:
+    """Mean cross entropy of the next byte, and the routers' balance."""
+    logits, uneven, _ = model(tokens[:, :-1])
+    return F.cross_entropy(logits.reshape(-1, BYTES), tokens[:, 1:].reshape(-1)) + balance * uneven
+
+
+def accumulate(model: MoELanguageModel, optimizer: ParallelOptimizer, tokens: Tensor, balance: float) -> Tensor:
+    """The loss over the batches of all ranks, of which `tokens` is this rank's; its gradients into `.grad`."""
+    loss = loss_of(model, tokens, balance) / dist.get_world_size()
+    loss.backward()
+    optimizer.add_up()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total
+
+
+def models(
+    config: ModelConfig, device: torch.device, capacity: int | None, seed: int
+) -> tuple[MoELanguageModel, MoELanguageModel]:
+    """The whole model, and this rank's part of it."""
+    torch.manual_seed(seed)
+    whole = MoELanguageModel(config, device)
+    torch.nn.init.normal_(whole.head.weight, std=0.02)  # the demo's zeros would stop the first gradient there
+    part = MoELanguageModel(config, device, functools.partial(ParallelExperts, capacity=capacity))
+    part.load_state_dict(part_of(whole.state_dict(), config.experts, dist.get_rank(), dist.get_world_size()))
+    return whole, part
+
+
+def differences(whole: MoELanguageModel, part: MoELanguageModel) -> dict[str, tuple[Tensor, Tensor]]:
+    """This rank's gradient of each parameter, and that of the whole model."""
+    experts, rank, ranks = whole.config.experts, dist.get_rank(), dist.get_world_size()
+    wanted = part_of({name: p.grad for name, p in whole.named_parameters()}, experts, rank, ranks)
+    return {name: (p.grad, wanted[name]) for name, p in part.named_parameters()}
+
+
+def compare(whole: MoELanguageModel, part: MoELanguageModel, loss: Tensor, batch: Tensor, balance: float) -> str:
+    """What one process makes of the whole batch, beside what the ranks made of their parts."""
+    alone = loss_of(whole, batch, balance)
+    alone.backward()
+    worst = max(
+        ((got - want).norm() / want.norm().clamp(min=1e-12)).item() for got, want in differences(whole, part).values()
+    )
+    largest = torch.tensor(worst, device=loss.device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return (
+        f"loss {loss.item():.6f}, of one process {alone.item():.6f}; largest relative difference of a gradient, "
+        f"all ranks: {largest.item():.1e}"
+    )
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--dtype", choices=tuple(DTYPES), help="of the experts: bf16 on GPUs, fp32 on CPUs unless given")
+    add("--recipe", choices=tuple(RECIPES), help="quantise the experts")
+    add("--steps", type=int, default=20)
+    add("--batch", type=int, default=2, help="sequences of each rank")
+    add("--capacity", type=float, help="rows from each rank to each other one, in shares of an even spread; 2, say")
+    add("--scheduler", choices=("static", "dynamic"), help="how the experts' kernels share the GPU")
+    add("--sm-margin", type=int, default=0, help="SMs that they leave to NCCL")
+    add("--seed", type=int, default=0)
+    add("--check", action="store_true", help="compare the first step with one process that has it all")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", dist.get_node_local_rank())
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    config, training = ON_CUDA if device.type == "cuda" else ON_CPU
+    dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    config = replace(config, expert_dtype=dtype, recipe=RECIPES.get(options.recipe))
+    training = replace(training, steps=options.steps, batch=options.batch * ranks, warmup=5)
+    rows = options.batch * config.context * config.top_k
+    capacity = None if options.capacity is None else min(rows, int(options.capacity * rows / ranks))
+    whole, part = models(config, device, capacity, options.seed)
+    for block in part.blocks:
+        block.experts.mlp.scheduler, block.experts.mlp.sm_margin = options.scheduler, options.sm_margin
+    optimizer = ParallelOptimizer(part, training)
+
+    text = text_corpus.load(None).train.to(device)
+    window = torch.arange(config.context + 1, device=device)
+    batches = torch.Generator(device).manual_seed(options.seed)
+    for step in range(training.steps):
+        first = torch.randint(text.numel() - window.numel(), (training.batch, 1), generator=batches, device=device)
+        batch = text[first + window].long()
+        loss = accumulate(part, optimizer, batch.chunk(ranks)[rank], training.balance)
+        if step == 0 and options.check:
+            found = compare(whole, part, loss, batch, training.balance)
+            if rank == 0:
+                print(found, flush=True)
+        optimizer.step(learning_rate(step, training))
+        if rank == 0 and (step % 5 == 0 or step + 1 == training.steps):
+            print(f"step {step}: loss {loss.item():.4f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
