@@ -9,7 +9,8 @@ dynamic     as many rows as there are. NCCL takes counts from the host, which wa
 fixed       `--capacity C`: each rank sends each other one C rows, used or not. The host never waits, so that a CUDA
             graph can hold a whole training step. Rows beyond C are dropped: their experts answer zero.
 
-In both, the counts that the experts' kernels need stay on the device.
+In both, the counts that the experts' kernels need stay on the device. `--parts 2` sends the rows in two parts, so that
+one travels beside the products of the other; `--sm-margin` leaves SMs to NCCL for that.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import text_corpus
 import torch
@@ -32,21 +34,60 @@ from training import DTYPES, ON_CPU, ON_CUDA, RECIPES, Optimizer, TrainConfig, l
 # How rows travel. Letters: S ranks, L experts on each, R rows of this rank.
 
 
-class AllToAll(torch.autograd.Function):
-    """Send the i-th part of t to rank i; what arrives, in the order of ranks. sent, arriving: rows of each part; None:
-    all parts are alike.
-    """
+@dataclass
+class Way:
+    """How many rows go to and come from each rank (None: to all alike), and the exchange under way."""
 
-    @staticmethod
-    def forward(ctx, t: Tensor, sent: list[int] | None, arriving: list[int] | None) -> Tensor:
-        ctx.sent, ctx.arriving = sent, arriving
-        result = t.new_empty(len(t) if arriving is None else sum(arriving), *t.shape[1:])
-        dist.all_to_all_single(result, t.contiguous(), arriving, sent)
+    sent: list[int] | None
+    arriving: list[int] | None
+    result: Tensor | None = None
+    work: Any = None
+
+    def start(self, t: Tensor, sent: list[int] | None, arriving: list[int] | None) -> None:
+        """Send the i-th part of t to rank i."""
+        self.result = t.new_empty(len(t) if arriving is None else sum(arriving), *t.shape[1:])
+        self.work = dist.all_to_all_single(self.result, t.contiguous(), arriving, sent, async_op=True)
+
+    def finish(self) -> Tensor:
+        """What has arrived, in the order of ranks. On a GPU it is the stream that waits, not the host."""
+        self.work.wait()
+        result, self.result, self.work = self.result, None, None
         return result
 
+
+class Start(torch.autograd.Function):
+    """Begin an all-to-all. Backward ends the one of the gradients, and does not look at what it is given."""
+
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return AllToAll.apply(grad, ctx.arriving, ctx.sent), None, None
+    def forward(ctx, t: Tensor, way: Way) -> Tensor:
+        ctx.way = way
+        way.start(t, way.sent, way.arriving)
+        return way.result.view_as(way.result)
+
+    @staticmethod
+    def backward(ctx, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.way.finish(), None
+
+
+class End(torch.autograd.Function):
+    """Wait for an all-to-all. Backward begins the one of the gradients, the other way."""
+
+    @staticmethod
+    def forward(ctx, _: Tensor, way: Way) -> Tensor:
+        ctx.way = way
+        return way.finish()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.way.start(grad, ctx.way.arriving, ctx.way.sent)
+        return grad, None  # of the right shape; the gradient itself is on its way
+
+
+def all_to_all(t: Tensor, sent: list[int] | None, arriving: list[int] | None) -> Callable[[], Tensor]:
+    """The exchange begins now; the function waits for it and gives what has arrived. Sizes as in `Way`."""
+    way = Way(sent, arriving)
+    started = Start.apply(t, way)
+    return lambda: End.apply(started, way)
 
 
 class Move(torch.autograd.Function):
@@ -94,7 +135,7 @@ class Route:
     """How one batch of rows travels to the experts' ranks.
 
     counts [S, L or L + 1]: rows that arrive from each rank for each expert here, then those that are none's; rows: all
-    that arrive. sent, arriving: as `AllToAll`. slots: where a row lies among those that are sent, and the inverse, if
+    that arrive. sent, arriving: as in `Way`. slots: where a row lies among those that are sent, and the inverse, if
     not where it was.
     """
 
@@ -104,20 +145,29 @@ class Route:
     arriving: list[int] | None = None
     slots: tuple[Tensor, Tensor] | None = None
 
-    def there(self, t: Tensor) -> Tensor:
-        """t [R, ...] -> [rows, ...] on the experts' ranks, in the order in which they arrive."""
+    def there(self, t: Tensor) -> Callable[[], Tensor]:
+        """t [R, ...] goes to the experts' ranks; -> [rows, ...] there, in the order in which they arrive."""
         if self.slots is not None:
             slot, taken = self.slots
             t = Move.apply(t, taken, slot)
-        return AllToAll.apply(t, self.sent, self.arriving)
+        return all_to_all(t, self.sent, self.arriving)
 
-    def back(self, t: Tensor) -> Tensor:
+    def back(self, t: Tensor) -> Callable[[], Tensor]:
         """The inverse; zero for rows that were dropped."""
-        t = AllToAll.apply(t, self.arriving, self.sent)
+        arrived = all_to_all(t, self.arriving, self.sent)
         if self.slots is None:
-            return t
+            return arrived
         slot, taken = self.slots
-        return Move.apply(t, slot, taken)
+        return lambda: Move.apply(arrived(), slot, taken)
+
+
+class Sent(NamedTuple):
+    """Rows on their way to `experts` experts on each rank, with their weights [R, 1]."""
+
+    route: Route
+    experts: int
+    rows: Callable[[], Tensor]
+    weights: Callable[[], Tensor]
 
 
 def dynamic_route(counts: Tensor) -> Route:
@@ -152,24 +202,42 @@ class ParallelExperts(Experts):
     """`Experts` of which this rank holds one of `dist.get_world_size()` equal parts, in order.
 
     capacity: rows from each rank to each other one, or None for as many as there are. Of all R rows of a rank R is the
-    most that can go to one other.
+    most that can go to one other. parts: the rows travel in so many parts, one beside the products of another.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device, capacity: int | None = None) -> None:
-        self.ranks, self.capacity = dist.get_world_size(), capacity
+    def __init__(self, config: ModelConfig, device: torch.device, capacity: int | None = None, parts: int = 1) -> None:
+        self.ranks, self.capacity, self.parts = dist.get_world_size(), capacity, parts
         if config.experts % self.ranks:
             raise ValueError(f"{config.experts} experts cannot be shared equally by {self.ranks} ranks")
         super().__init__(config, device, config.experts // self.ranks)
 
     def answers(self, rows: Tensor, split_sizes: Tensor, weight_of_row: Tensor) -> Tensor:
+        if self.parts == 1:
+            return self.reply(self.send(rows, split_sizes, weight_of_row))()
+        n, ends = self.parts, split_sizes.cumsum(0)
+        bounds = [(F.pad(ends, (1, 0)) + n - 1 - i) // n for i in range(n)]  # every n-th row is still sorted
+        sent = [self.send(rows[i::n], bounds[i].diff(), weight_of_row[i::n]) for i in range(n)]
+        replies = [self.reply(part) for part in sent]  # the second part arrives while the first is answered, and so on
+        y = torch.cat([arrived() for arrived in replies])
+        first = torch.arange(len(rows), device=rows.device)
+        order = torch.cat([first[i::n] for i in range(n)])
+        return Move.apply(y, inverse(order, len(rows)), order)
+
+    def send(self, rows: Tensor, split_sizes: Tensor, weight_of_row: Tensor) -> Sent:
+        """The rows leave for the experts' ranks. Arguments as `answers`."""
         counts = split_sizes.view(self.ranks, -1)
-        route = dynamic_route(counts) if self.capacity is None else fixed_route(counts, len(rows), self.capacity)
+        capacity = None if self.capacity is None else -(-self.capacity // self.parts)
+        route = dynamic_route(counts) if capacity is None else fixed_route(counts, len(rows), capacity)
+        return Sent(route, counts.shape[1], route.there(rows), route.there(weight_of_row[:, None]))
+
+    def reply(self, sent: Sent) -> Callable[[], Tensor]:
+        """What the experts here answer to all ranks leaves for them."""
+        route = sent.route
         place = by_expert(route.counts, route.rows)
         order = inverse(place, route.rows)
-        here = Move.apply(route.there(rows), order, place)
-        weights = Move.apply(route.there(weight_of_row[:, None]), order, place).squeeze(1)
-        mine = route.counts[:, : counts.shape[1]].sum(dim=0)
-        return route.back(Move.apply(super().answers(here, mine, weights), place, order))
+        rows, weights = Move.apply(sent.rows(), order, place), Move.apply(sent.weights(), order, place)
+        split_sizes = route.counts[:, : sent.experts].sum(dim=0)
+        return route.back(Move.apply(super().answers(rows, split_sizes, weights.squeeze(1)), place, order))
 
     def load(self, split_sizes: Tensor) -> Tensor:
         """Of the batches of all ranks."""
@@ -240,13 +308,13 @@ def accumulate(model: MoELanguageModel, optimizer: ParallelOptimizer, tokens: Te
 
 
 def models(
-    config: ModelConfig, device: torch.device, capacity: int | None, seed: int
+    config: ModelConfig, device: torch.device, seed: int, **parallel: Any
 ) -> tuple[MoELanguageModel, MoELanguageModel]:
-    """The whole model, and this rank's part of it."""
+    """The whole model, and this rank's part of it. parallel: arguments of `ParallelExperts`."""
     torch.manual_seed(seed)
     whole = MoELanguageModel(config, device)
     torch.nn.init.normal_(whole.head.weight, std=0.02)  # the demo's zeros would stop the first gradient there
-    part = MoELanguageModel(config, device, functools.partial(ParallelExperts, capacity=capacity))
+    part = MoELanguageModel(config, device, functools.partial(ParallelExperts, **parallel))
     part.load_state_dict(part_of(whole.state_dict(), config.experts, dist.get_rank(), dist.get_world_size()))
     return whole, part
 
@@ -282,6 +350,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=20)
     add("--batch", type=int, default=2, help="sequences of each rank")
     add("--capacity", type=float, help="rows from each rank to each other one, in shares of an even spread; 2, say")
+    add("--parts", type=int, default=1, help="rows travel in so many parts, one beside the products of another")
     add("--scheduler", choices=("static", "dynamic"), help="how the experts' kernels share the GPU")
     add("--sm-margin", type=int, default=0, help="SMs that they leave to NCCL")
     add("--seed", type=int, default=0)
@@ -304,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     training = replace(training, steps=options.steps, batch=options.batch * ranks, warmup=5)
     rows = options.batch * config.context * config.top_k
     capacity = None if options.capacity is None else min(rows, int(options.capacity * rows / ranks))
-    whole, part = models(config, device, capacity, options.seed)
+    whole, part = models(config, device, options.seed, capacity=capacity, parts=options.parts)
     for block in part.blocks:
         block.experts.mlp.scheduler, block.experts.mlp.sm_margin = options.scheduler, options.sm_margin
     optimizer = ParallelOptimizer(part, training)

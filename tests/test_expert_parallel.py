@@ -113,16 +113,16 @@ def whole_model(device: str, rank: int) -> dict[str, Any]:
     )
     tokens = torch.randint(256, (8, 9), generator=torch.Generator().manual_seed(0)).to(device)
     found = {}
-    for capacity in (None, 64):  # no row is dropped
-        whole, part = parallel.models(config, torch.device(device), capacity, seed=0)
+    for capacity, parts in ((None, 1), (64, 1), (None, 2), (64, 2), (66, 3)):  # no row is dropped
+        whole, part = parallel.models(config, torch.device(device), seed=0, capacity=capacity, parts=parts)
         optimizer = parallel.ParallelOptimizer(part, demo.TrainConfig(steps=1, batch=8, learning_rate=1e-3))
         mine = tokens.chunk(dist.get_world_size())[rank]
         loss = parallel.accumulate(part, optimizer, mine, balance=0.01)
         alone = parallel.loss_of(whole, tokens, balance=0.01)
         alone.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()])
-        found[str(capacity)] = [(loss, alone.detach()), (optimizer.norm(), norm)]
-        found[str(capacity)] += parallel.differences(whole, part).values()
+        found[capacity, parts] = [(loss, alone.detach()), (optimizer.norm(), norm)]
+        found[capacity, parts] += parallel.differences(whole, part).values()
     return found
 
 
