@@ -53,6 +53,19 @@ def test_quickstart() -> None:
     assert shown in (ROOT / "README.md").read_text(), "the README shows another output than the quickstart prints"
 
 
+def test_lora_of_experts() -> None:
+    for package in ("transformers", "peft"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    # PEFT imports Transformer Engine if that can be found, which fails where only the Python of its wheel is.
+    program = "import runpy, sys; sys.modules['transformer_engine'] = None; runpy.run_path('examples/lora_moe.py')"
+    first, last, changed, *told = run("-W", "ignore::FutureWarning", "-c", program).splitlines()
+    losses = [float(line.split()[-1]) for line in (first, last)]
+    assert losses[1] < losses[0] - 1
+    assert changed == "8 of 45 parameters changed, all of them LoRA's: True"
+    assert told[-1] == "3 of 3 ops fused" and "ScaledClampedSwiGLU" in told[1]
+
+
 def test_demo_trains_and_draws(text: Path, tmp_path: Path) -> None:
     command = ["--text", str(text), "--device", "cpu", "--steps", "5", "--sample", "8", "--out", str(tmp_path)]
     output = run("examples/train_moe_lm.py", *command)
