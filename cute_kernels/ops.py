@@ -26,7 +26,7 @@ from torch.nn import Parameter
 
 from cute_kernels import fp8_reference, reference
 from cute_kernels.activation import Activation
-from cute_kernels.blackwell import mxfp8_reference
+from cute_kernels.blackwell import mxfp8_reference, nvfp4_reference
 from cute_kernels.blackwell import reference as padded_reference
 from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.fp8_ops import fp8_grouped_gemm as fp8_grouped_gemm
@@ -42,6 +42,11 @@ from cute_kernels.padded_mxfp8_ops import padded_mxfp8_gemm_act as padded_mxfp8_
 from cute_kernels.padded_mxfp8_ops import padded_mxfp8_gemm_dact as padded_mxfp8_gemm_dact
 from cute_kernels.padded_mxfp8_ops import padded_mxfp8_wgrad as padded_mxfp8_wgrad
 from cute_kernels.padded_mxfp8_ops import padded_mxfp8_wgrad_ as padded_mxfp8_wgrad_
+from cute_kernels.padded_nvfp4_ops import padded_nvfp4_gemm as padded_nvfp4_gemm
+from cute_kernels.padded_nvfp4_ops import padded_nvfp4_gemm_act as padded_nvfp4_gemm_act
+from cute_kernels.padded_nvfp4_ops import padded_nvfp4_gemm_dact as padded_nvfp4_gemm_dact
+from cute_kernels.padded_nvfp4_ops import padded_nvfp4_wgrad as padded_nvfp4_wgrad
+from cute_kernels.padded_nvfp4_ops import padded_nvfp4_wgrad_ as padded_nvfp4_wgrad_
 from cute_kernels.padded_ops import padded_gemm as padded_gemm
 from cute_kernels.padded_ops import padded_gemm_act as padded_gemm_act
 from cute_kernels.padded_ops import padded_gemm_dact as padded_gemm_dact
@@ -337,7 +342,7 @@ def formulas(plain: bool) -> Any:
     return reference if plain else _reference_operators
 
 
-REFERENCES = (reference, fp8_reference, padded_reference, mxfp8_reference)
+REFERENCES = (reference, fp8_reference, padded_reference, mxfp8_reference, nvfp4_reference)
 """The modules that say what the functions above compute."""
 
 

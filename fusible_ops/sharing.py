@@ -26,7 +26,7 @@ BOUNDED = (
     COUNTED
     | {"dact", "grouped_dbias", "grouped_dscale"}
     | {f"fp8_{name}" for name in _FP8}
-    | {f"padded_{format}{name}" for format in ("", "mxfp8_") for name in _PADDED}
+    | {f"padded_{format}{name}" for format in ("", "mxfp8_", "nvfp4_") for name in _PADDED}
 )
 """Kernels that use more than one SM."""
 SUMMED = frozenset(f"padded_{format}gemm_dact" for format in ("", "mxfp8_"))

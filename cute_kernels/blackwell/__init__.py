@@ -31,11 +31,17 @@ _MODULES = {
     "padded_mxfp8_gemm_dact": "padded_mxfp8",
     "padded_mxfp8_wgrad": "padded_mxfp8",
     "padded_mxfp8_wgrad_": "padded_mxfp8",
+    "padded_nvfp4_gemm": "padded_nvfp4",
+    "padded_nvfp4_gemm_act": "padded_nvfp4",
+    "padded_nvfp4_gemm_dact": "padded_nvfp4",
+    "padded_nvfp4_wgrad": "padded_nvfp4",
+    "padded_nvfp4_wgrad_": "padded_nvfp4",
 }
 
 
 def function(name: str) -> Callable:
-    """The host function called `name`, with the signature it has in `reference` or `mxfp8_reference` there."""
+    """The host function called `name`, with the signature it has in `reference`, `mxfp8_reference` or
+    `nvfp4_reference` there."""
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 

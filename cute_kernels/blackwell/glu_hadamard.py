@@ -18,6 +18,7 @@ from cute_kernels.blackwell.operands import (
     scale_settings,
     weight_and_major,
 )
+from cute_kernels.catalog import SM100
 from cute_kernels.quantization.hadamard import rotate
 
 
@@ -64,6 +65,14 @@ def glu_hadamard(
         limits |= glu_letters(activation, major) | {"I": n // 2, "K": k, "G": experts}
         run(kernel, limits, "GroupedGemmGluHadamardSm100", (experts, n, k), operands, settings, sm_margin)
     return GluHadamard(preact, act, amax.squeeze(1), rotated.squeeze(1))
+
+
+def fits(activation: Activation) -> bool:
+    """Whether the kernel has this activation, with these constants."""
+    return not any(limit.check(glu_letters(activation, "k")) for limit in _OF_THE_ACTIVATION)
+
+
+_OF_THE_ACTIVATION = [limit for limit in SM100["nvfp4"]["glu_hadamard"].limits if "activation" in limit.letters()]
 
 
 @functools.cache

@@ -82,7 +82,7 @@ def padded_wgrad(dy: Tensor, x: Tensor, ends: Tensor, sm_margin: int = 0) -> Ten
 def padded_wgrad_(
     out: Sequence[Tensor], dy: Tensor, x: Tensor, ends: Tensor, accumulate: bool = False, sm_margin: int = 0
 ) -> None:
-    wgrad_into(out, Operand(dy), Operand(x), ends, accumulate, sm_margin)
+    wgrad_into(out, Operand(dy), Operand(x), ends, accumulate, sm_margin=sm_margin)
 
 
 def _rounded(probs: Tensor | None, like: Tensor) -> Tensor | None:

@@ -99,7 +99,7 @@ def padded_mxfp8_wgrad_(
     accumulate: bool = False,
     sm_margin: int = 0,
 ) -> None:
-    wgrad_into(out, Operand(dy, dy_scale), Operand(x, x_scale), ends, accumulate, sm_margin)
+    wgrad_into(out, Operand(dy, dy_scale), Operand(x, x_scale), ends, accumulate, sm_margin=sm_margin)
 
 
 def _copies(made: Tensor | Quantised) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -62,15 +62,22 @@ def wgrad(
 
 
 def wgrad_into(
-    out: Sequence[Tensor], dy: Operand, x: Operand, ends: Tensor, accumulate: bool = False, sm_margin: int = 0
+    out: Sequence[Tensor],
+    dy: Operand,
+    x: Operand,
+    ends: Tensor,
+    accumulate: bool = False,
+    global_scales: tuple[Tensor, Tensor] | None = None,
+    sm_margin: int = 0,
 ) -> None:
     """`wgrad` into one [E, N, K] or E [N, K] tensors. The kernel writes one: separate ones are written afterwards."""
     if len(out) == 1 and out[0].dim() == 3:
-        wgrad(dy, x, ends, out[0], accumulate, sm_margin=sm_margin)
+        wgrad(dy, x, ends, out[0], accumulate, global_scales, sm_margin)
         return
-    dw = out[0].new_empty(ends.shape[0], dy.data.shape[1], x.data.shape[1])
-    wgrad(dy, x, ends, dw, sm_margin=sm_margin)
-    for target, part in zip(each_group(out), dw.unbind(0), strict=True):
+    parts = each_group(out)
+    dw = parts[0].new_empty(ends.shape[0], *parts[0].shape)
+    wgrad(dy, x, ends, dw, False, global_scales, sm_margin)
+    for target, part in zip(parts, dw.unbind(0), strict=True):
         if accumulate:
             target.add_(part)
         else:

@@ -7,9 +7,9 @@ import torch
 
 from cute_kernels import fp8_reference, ops, registry
 from cute_kernels.activation import Activation
-from cute_kernels.blackwell import mxfp8_reference
+from cute_kernels.blackwell import mxfp8_reference, nvfp4_reference
 from cute_kernels.blackwell.operands import operand
-from cute_kernels.quantization.formats import mxfp8
+from cute_kernels.quantization.formats import mxfp8, nvfp4
 from cute_kernels.quantization.quantize import quantize
 from fusible_ops.sharing import BOUNDED
 from tests.compare import assert_bitwise_equal
@@ -57,6 +57,29 @@ CALLS |= {
     ),
     "padded_mxfp8_wgrad": (*COLUMNS, *COLUMNS, ENDS),
     "padded_mxfp8_wgrad_": ([torch.zeros(3, K, K)], *COLUMNS, *COLUMNS, ENDS, True),
+}
+
+NV_ROWS, NV_COLUMNS = (
+    nvfp4_reference.quantize_rows(torch.randn(512, K).bfloat16(), ENDS, nvfp4(hadamard=True), columnwise)[0]
+    for columnwise in (False, True)
+)
+NV_W, NV_BACK = (
+    operand(quantize(w, nvfp4(2), columnwise), nvfp4(2), columnwise) for w, columnwise in ((W1, False), (W2, True))
+)
+ALPHA = torch.rand(3)
+
+CALLS |= {
+    "padded_nvfp4_gemm": (*NV_ROWS, *NV_W, ENDS, ALPHA, torch.randn(3, N).bfloat16(), MX_PROBS),
+    "padded_nvfp4_gemm_act": (
+        *(*NV_ROWS, *NV_W, ENDS, ALPHA, MX_ACT, torch.randn(3, N).bfloat16(), MX_PROBS),
+        True,
+    ),
+    "padded_nvfp4_gemm_dact": (
+        *(*NV_ROWS, *NV_BACK, ENDS, ALPHA, torch.randn(512, 2 * WIDTH).bfloat16(), MX_ACT),
+        *(MX_PROBS, True),
+    ),
+    "padded_nvfp4_wgrad": (*NV_COLUMNS, *NV_COLUMNS, ENDS, ALPHA),
+    "padded_nvfp4_wgrad_": ([torch.zeros(3, K, K)], *NV_COLUMNS, *NV_COLUMNS, ENDS, ALPHA, True),
 }
 
 
@@ -121,6 +144,16 @@ def test_shapes_of_copies_are_those_of_the_reference() -> None:
             fake = operator(*(mode.from_tensor(t) if isinstance(t, torch.Tensor) else _faked(mode, t) for t in call))
         for a, b in zip(flat(fake), flat(operator(*call)), strict=True):
             assert a.shape == b.shape and a.dtype == b.dtype, name
+
+
+def test_a_squared_relu_has_a_column_for_each_of_its_own() -> None:
+    """In MXFP8 and in NVFP4, whose shape functions read the activation."""
+    for name, operands in (("mxfp8", (*ROWS, *MX_W[0], ENDS)), ("nvfp4", (*NV_ROWS, *NV_W, ENDS, ALPHA))):
+        call = (*operands, SRELU.encode())
+        operator = getattr(torch.ops.fusible_ops, f"padded_{name}_gemm_act").default
+        torch.library.opcheck(operator, call, test_utils=("test_faketensor",))
+        act, *_ = operator(*call)
+        assert act.shape == (512, N)
 
 
 def test_what_has_no_kernel_says_so() -> None:
