@@ -65,11 +65,22 @@ _MX = dict.fromkeys(("input", "weight", "grad_output"), mxfp8())
 _NV = {"input": nvfp4(hadamard=True), "weight": nvfp4(2), "grad_output": nvfp4(hadamard=True, stochastic=True)}
 MXFP8 = RecipeSpec("MXFP8BlockScaling", {**_MX, "backward_override": None})
 NVFP4 = RecipeSpec("NVFP4BlockScaling", {**_NV, "backward_override": None})
-MOE_MXFP8 = replace(MOE_INTERLEAVED, recipe=MXFP8)
 MOE_LINEAR_MXFP8 = replace(MOE_LINEAR, recipe=MXFP8)
-MOE_NVFP4 = replace(MOE_INTERLEAVED, recipe=NVFP4)
-MOE_SRELU_MXFP8 = replace(MOE_SRELU, recipe=MXFP8)
-MOE_SRELU_NVFP4 = replace(MOE_SRELU, recipe=NVFP4)
+MOE_LINEAR_NVFP4 = replace(MOE_LINEAR, recipe=NVFP4)
+_CLAMPED = activation("clamped_swiglu", glu_interleave=32, limit=10.0)
+SM100 = {
+    (kind, format, what): replace(chain, recipe=recipe)
+    for format, recipe in (("mxfp8", MXFP8), ("nvfp4", NVFP4))
+    for kind, what, chain in (
+        ("grouped_linear", "", MOE_INTERLEAVED),
+        ("grouped_linear", "_any_clamp", Chain((_MOE[0], _CLAMPED, _MOE[2]), DTYPE)),
+        ("grouped_linear", "_srelu", MOE_SRELU),
+        ("linear", "", FFN_INTERLEAVED),
+        ("linear", "_any_clamp", Chain((_FFN[0], _CLAMPED, _FFN[2]), DTYPE)),
+        ("linear", "_srelu", Chain((linear("fc1", 1024, 2816), activation("srelu"), _FFN[2]), DTYPE)),
+    )
+}
+"""(Kind of linear, format, what distinguishes the activation) -> an MLP for Blackwell."""
 FFN_FP8 = replace(FFN, recipe=FP8_BLOCKS)
 FFN_ACTIVATION_QUANTIZE_FP8 = replace(FFN_ACTIVATION_QUANTIZE, recipe=FP8_BLOCKS)
 FFN_LINEAR_FP8 = replace(FFN_LINEAR, recipe=FP8_BLOCKS)

@@ -50,10 +50,14 @@ MLP_KERNELS = (
 )
 
 
-def sm100_mlp(format: str) -> tuple[Bound, ...]:
-    """The kernels of an MLP with a GLU on Blackwell, in "bfloat16", "mxfp8" or "nvfp4"."""
+def sm100_mlp(format: str, any_clamp: bool = False) -> tuple[Bound, ...]:
+    """The kernels of an MLP with a GLU on Blackwell, in "bfloat16", "mxfp8" or "nvfp4".
+
+    In NVFP4 `glu_hadamard` also gives both maxima that quantising its result needs; any_clamp: by the kernel that gives
+    one of them, and has no constants of a clamp built in.
+    """
     rows = catalog.SM100[format]
-    glu = rows.get("glu_hadamard", rows["glu"])  # NVFP4 needs the maxima of what it quantises next
+    glu = rows["glu"] if any_clamp else rows.get("glu_hadamard", rows["glu"])
     fc1, fc2 = ({"G": f"{label}.num_groups", "dtype": f"{label}.compute_dtype"} for label in ("fc1", "fc2"))
     act = {"I": "fc2.in_features", "activation": "act.kind"}
     constants = {name: f"act.{name}" for name in ("limit", "alpha", "offset", "glu_interleave")}

@@ -6,6 +6,8 @@ The table is a constant: it never depends on the machine or on import order; wha
 
 from __future__ import annotations
 
+from itertools import product
+
 from cute_kernels import catalog
 from cute_kernels.limits import one_of
 from cute_kernels.quantization.formats import fp8_block, mxfp8, nvfp4
@@ -29,11 +31,11 @@ LINEAR_ACTIVATION_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearActiv
 LINEAR_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearFp8"
 GROUPED_MLP = "fusible_ops.fused.grouped_mlp:GroupedMLP"
 PADDED_MLP = "fusible_ops.fused.padded_mlp:PaddedMLP"
-PADDED_MLP_MXFP8 = "fusible_ops.fused.padded_mlp_mxfp8:PaddedMLPMxfp8"
+PADDED_MLP_SCALED = "fusible_ops.fused.padded_mlp_scaled:PaddedMLPScaled"
 LINEAR_ACTIVATION = "fusible_ops.fused.grouped_linear:GroupedLinearActivation"
 LINEAR = "fusible_ops.fused.grouped_linear:FusedGroupedLinear"
 PADDED_LINEAR = "fusible_ops.fused.padded_linear:PaddedLinear"
-PADDED_LINEAR_MXFP8 = "fusible_ops.fused.padded_linear_mxfp8:PaddedLinearMxfp8"
+PADDED_LINEAR_SCALED = "fusible_ops.fused.padded_linear_scaled:PaddedLinearScaled"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Slots and guards
@@ -41,6 +43,7 @@ PADDED_LINEAR_MXFP8 = "fusible_ops.fused.padded_linear_mxfp8:PaddedLinearMxfp8"
 _ACTIVATION = slot("act", *catalog.ACTIVATIONS, title="an activation")
 _QUANTIZE = slot("quantize", "quantize", optional=True)
 _GLU = slot("act", *catalog.GLU_ACTIVATIONS, title="a GLU")
+_CLAMPED = slot("act", "clamped_swiglu")
 _SRELU = slot("act", "srelu", "tanh_srelu", title="a squared ReLU")
 
 _NO_RECIPE = recipe_is(None)
@@ -61,9 +64,9 @@ _MXFP8 = (
 )
 _NVFP4 = (
     recipe_is("NVFP4BlockScaling"),
-    recipe_format("input", (nvfp4(hadamard=True),)),
+    recipe_format("input", (nvfp4(hadamard=True), nvfp4())),
     recipe_format("weight", (nvfp4(), nvfp4(dims=2))),
-    recipe_format("grad_output", tuple(nvfp4(hadamard=True, stochastic=random) for random in (True, False))),
+    recipe_format("grad_output", tuple(nvfp4(1, *how) for how in product((True, False), repeat=2))),
     absent("recipe.backward_override", "a quantised backward: no backward_override", "dequantized"),
 )
 _ACT = (
@@ -91,25 +94,24 @@ _SAME_DTYPE = same("fc1.compute_dtype", "fc2.compute_dtype", ("float16", "bfloat
 
 
 def _sm100_rules() -> tuple[Rule, ...]:
-    """Grouped MLPs on Blackwell under the recipes that it has kernels for."""
-    grouped = (_SAME_GROUPS, _FITS, _SAME_DTYPE, _PLAIN_FC1_BIAS, *_ACT)
+    """MLPs on Blackwell under the recipes that it has kernels for."""
     made = []
-    for format, recipe, glu, srelu in (
-        ("mxfp8", _MXFP8, examples.MOE_MXFP8, examples.MOE_SRELU_MXFP8),
-        ("nvfp4", _NVFP4, examples.MOE_NVFP4, examples.MOE_SRELU_NVFP4),
+    for linear, name, guards in (
+        ("grouped_linear", "grouped_mlp", (_SAME_GROUPS, _FITS, _SAME_DTYPE, _PLAIN_FC1_BIAS, *_ACT)),
+        ("linear", "mlp", (_FITS, _SAME_DTYPE, *_ACT)),
     ):
-        for name, act, kernels, example in (
-            (f"grouped_mlp_{format}_sm100", _GLU, sm100_mlp(format), glu),
-            (f"grouped_mlp_srelu_{format}_sm100", _SRELU, sm100_srelu_mlp(format), srelu),
-        ):
-            pattern = (slot("fc1", "grouped_linear"), act, slot("fc2", "grouped_linear"))
-            program, missing = PADDED_MLP_MXFP8, ""
-            if (format, act) != ("mxfp8", _GLU):
-                program = PADDED_MLP
-                missing = (
-                    f"the fused operation that would call these kernels in {format.upper()} is not in this version"
-                )
-            made.append(Rule(name, pattern, (*recipe, *grouped), program, kernels, example, missing=missing))
+        for format, recipe in (("mxfp8", _MXFP8), ("nvfp4", _NVFP4)):
+            for what, act, kernels in (
+                ("", _GLU, sm100_mlp(format)),
+                ("_any_clamp", _CLAMPED, sm100_mlp(format, any_clamp=True)),
+                ("_srelu", _SRELU, sm100_srelu_mlp(format)),
+            ):
+                if (format, what) == ("mxfp8", "_any_clamp"):
+                    continue  # its first row takes any
+                pattern = (slot("fc1", linear), act, slot("fc2", linear))
+                example = examples.SM100[linear, format, what]
+                row = f"{name}{what}_{format}_sm100"
+                made.append(Rule(row, pattern, (*recipe, *guards), PADDED_MLP_SCALED, kernels, example))
     return tuple(made)
 
 
@@ -242,9 +244,17 @@ RULES: tuple[Rule, ...] = (
         name="grouped_linear_mxfp8_sm100",
         pattern=(slot("fc", "grouped_linear"),),
         guards=_MXFP8,
-        program=PADDED_LINEAR_MXFP8,
+        program=PADDED_LINEAR_SCALED,
         kernels=sm100_linear("mxfp8"),
         example=examples.MOE_LINEAR_MXFP8,
+    ),
+    Rule(
+        name="grouped_linear_nvfp4_sm100",
+        pattern=(slot("fc", "grouped_linear"),),
+        guards=_NVFP4,
+        program=PADDED_LINEAR_SCALED,
+        kernels=sm100_linear("nvfp4"),
+        example=examples.MOE_LINEAR_NVFP4,
     ),
     Rule(
         name="grouped_linear",

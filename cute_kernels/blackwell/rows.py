@@ -33,6 +33,10 @@ class PaddedGroups:
         """t [T, ...] as [M, ...], zero where there is no token, whatever t holds past the last one."""
         return _taken(t, self._sources)
 
+    def tokens(self) -> Tensor:
+        """FP32 [M]: 1 where there is a token, else 0."""
+        return (self._sources > 0).float()
+
     def unpad(self, t: Tensor) -> Tensor:
         """t [M, ...] as [T, ...], zero past the last token."""
         return _taken(t, self._places)

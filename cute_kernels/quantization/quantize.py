@@ -171,7 +171,7 @@ def dequantize_blocks(data: Tensor, scale: Tensor, format: Format, amax: Tensor 
 def transpose_data(data: Tensor, format: Format) -> Tensor:
     """The stored data of the transposed matrix, contiguous."""
     if format.element.packed == 2:
-        return pack_e2m1(unpack_e2m1(data).mT)
+        return pack_e2m1(unpack_e2m1(data).mT.contiguous())
     return data.mT.contiguous()
 
 

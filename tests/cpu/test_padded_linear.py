@@ -15,8 +15,7 @@ from torch import Tensor
 import fusible_ops as ops
 from cute_kernels import launch
 from cute_kernels import ops as kernels
-from cute_kernels.blackwell import frontend, padded, padded_mxfp8
-from fusible_ops.fused import padded_mxfp8_parts
+from cute_kernels.blackwell import frontend, host_functions, mxfp8_reference
 from tests import frontend_double
 from tests.cases import SMALL_SPLITS, Splits, full
 from tests.compare import assert_as_accurate, assert_bitwise_equal
@@ -24,9 +23,8 @@ from tests.frontend_double import Operation
 from tests.models import as_if_on
 
 TAIL, WIDE = Splits("tail", (96, 0, 130, 74), 512), full("tiles", 255, 257, 0, 300)
-MXFP8 = ops.MXFP8BlockScaling()
-RECIPES = pytest.mark.parametrize("recipe", [None, MXFP8], ids=["bf16", "mxfp8"])
-MODULES = {"padded": padded, "padded_mxfp8": padded_mxfp8}
+MXFP8, NVFP4 = ops.MXFP8BlockScaling(), ops.NVFP4BlockScaling(disable_stochastic_rounding=True)
+RECIPES = pytest.mark.parametrize("recipe", [None, MXFP8, NVFP4], ids=["bf16", "mxfp8", "nvfp4"])
 
 
 @pytest.fixture(autouse=True, params=["reference", "double"])
@@ -37,8 +35,9 @@ def functions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr("cute_kernels.blackwell.wgrad.library", lambda: frontend_double)
         monkeypatch.setattr(frontend, "on", lambda device: nullcontext())
         monkeypatch.setattr(Operation, "made", [])
-        for prefix, name in itertools.product(MODULES, ("gemm", "wgrad", "wgrad_")):
-            monkeypatch.setattr(kernels, f"{prefix}_{name}", getattr(MODULES[prefix], f"{prefix}_{name}"))
+        for prefix, name in itertools.product(("", "mxfp8_", "nvfp4_"), ("gemm", "wgrad", "wgrad_")):
+            name = f"padded_{prefix}{name}"
+            monkeypatch.setattr(kernels, name, getattr(host_functions(), name))
     launch.forget()
     yield request.param
     launch.forget()
@@ -140,8 +139,9 @@ def test_other_parameters(recipe: ops.Recipe | None, arguments: dict) -> None:
     compare((TAIL,), recipe, **arguments)
 
 
-def test_square_blocks_of_weights() -> None:
+def test_other_blocks_of_weights_and_gradients_rounded_at_random() -> None:
     compare((TAIL,), ops.MXFP8BlockScaling(enable_2d_quantization=True))
+    compare((TAIL,), ops.NVFP4BlockScaling(disable_2d_quantization=True))
 
 
 @RECIPES
@@ -159,7 +159,7 @@ def test_the_adapters_that_run(recipe: ops.Recipe | None, functions: str) -> Non
 @RECIPES
 def test_what_explain_says(recipe: ops.Recipe | None) -> None:
     told = alone(TAIL).explain("sm_100a", recipe=recipe)
-    name = "grouped_linear_sm100" if recipe is None else "grouped_linear_mxfp8_sm100"
+    name = f"grouped_linear{'' if recipe is None else '_mxfp8' if recipe is MXFP8 else '_nvfp4'}_sm100"
     assert f"{name}: fc = GroupedLinear fc\n" in told or f"{name}: GroupedLinear fc\n" in told
     assert told.endswith("1 of 1 ops fused")
     for arguments, text in (
@@ -271,15 +271,17 @@ def test_leading_dimensions_and_fp32_weights(recipe: ops.Recipe | None) -> None:
 
 
 def test_a_margin(functions: str) -> None:
-    """It reaches every kernel but the weight gradient from MXFP8, which refuses it."""
+    """It reaches every kernel but the weight gradient from MXFP8 or NVFP4, which refuses it."""
     if functions != "double":
         return
     model = alone(TAIL, sm_margin=16)
     given = inputs_of(model, TAIL)
     fused_step(model, TAIL, given)
     assert [operation.margin for operation in Operation.made] == ["8"] * 3
-    with pytest.raises(ValueError, match="sm_margin is 16, needs 0: cuDNN Frontend's weight gradient from mxfp8"):
-        fused_step(model, TAIL, given, MXFP8)
+    for recipe, name in ((MXFP8, "mxfp8"), (NVFP4, "nvfp4")):
+        text = f"sm_margin is 16, needs 0: cuDNN Frontend's weight gradient from {name}"
+        with pytest.raises(ValueError, match=text):
+            fused_step(model, TAIL, given, recipe)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -309,19 +311,18 @@ def test_an_input_that_is_quantised_runs_as_unfused(backward: bool) -> None:
         assert_bitwise_equal(fused[name], value, name)
 
 
-@pytest.mark.parametrize("activation", [ops.SReLU, ops.GELU])
+@pytest.mark.parametrize("activation", [ops.ReLU, ops.GELU])
 def test_an_activation_between_two_is_quantised_from_fp32(activation: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the second linear quantises, and what the first does of the gradient, are the bytes of the unfused chain."""
     model = ops.Sequential(linear(4), activation(), linear(4, 96, 64))
     given = inputs_of(model, TAIL)
-    seen, original = [], padded_mxfp8_parts.quantize_rows
+    seen, original = [], mxfp8_reference.quantize_rows
 
     def watched(t: Tensor, *more: Any) -> Any:
         seen.append(t.dtype)
         return original(t, *more)
 
-    for module in ("padded_linear_mxfp8", "padded_mxfp8_parts"):
-        monkeypatch.setattr(f"fusible_ops.fused.{module}.quantize_rows", watched)
+    monkeypatch.setattr(mxfp8_reference, "quantize_rows", watched)
     fused = fused_step(model, TAIL, given, MXFP8)
     unfused = unfused_step(model, TAIL, given, MXFP8)
     exact = unfused_step(copy.deepcopy(model).float(), TAIL, [t.float() for t in given])

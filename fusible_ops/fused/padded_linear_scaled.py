@@ -1,4 +1,4 @@
-"""A grouped linear alone in MXFP8 on Blackwell."""
+"""A grouped linear alone in MXFP8 or NVFP4 on Blackwell."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from typing import Any
 
 from torch import Tensor
 
-from cute_kernels.blackwell.mxfp8_reference import quantize_rows
 from cute_kernels.blackwell.rows import PaddedGroups
 from cute_kernels.quantization.formats import Format
 from fusible_ops.fused.fp8_parts import plain_rows
-from fusible_ops.fused.padded_mxfp8_parts import along_rows, put_own_grads, weights_of
 from fusible_ops.fused.padded_products import padded
+from fusible_ops.fused.padded_scaled_parts import Scaled, products_of, put_own_grads, weights_of
 from fusible_ops.fused.parts import checked_dtype, like_rows_of, linear_at, no_grads, row_factor, viewed
 from fusible_ops.fused.unfused import Unfused
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
 from fusible_ops.quantized_linear import QuantizedLinear
 from fusible_ops.quantized_parameters import read_by_backward
 from fusible_ops.quantized_tensor import QuantizedTensor
-from fusible_ops.quantizer import is_unrounded
+from fusible_ops.quantizer import Quantizer, is_unrounded
 from fusible_ops.recipe import Recipe
 
 
-class PaddedLinearMxfp8(FusedOperation):
-    """y = x W_gᵀ (+ s·b_g), grouped, under `MXFP8BlockScaling`: what `QuantizedLinear` means, on rows padded as in
-    `PaddedLinear`.
+class PaddedLinearScaled(FusedOperation):
+    """y = x W_gᵀ (+ s·b_g), grouped, under `MXFP8BlockScaling` or `NVFP4BlockScaling`: what `QuantizedLinear` means, on
+    rows padded as in `PaddedLinear`.
 
     Forward: quantise x; product. Backward: quantise dy; the weight gradient; the input's gradient. Weights are
-    quantised and kept as in `PaddedMLPMxfp8`, and so is x. An input that is quantised already runs as it does unfused.
+    quantised and kept as in `PaddedMLPScaled`, and so is x. An input that is quantised already runs as it does unfused.
     """
 
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
@@ -43,7 +42,7 @@ class PaddedLinearMxfp8(FusedOperation):
         return recipe.operand_format("grad_output")
 
     def keeps(self) -> dict[int, int]:
-        return {0: 0, 1: 0}
+        return dict.fromkeys(range(3), 0)
 
     def fuser_forward(
         self,
@@ -58,27 +57,26 @@ class PaddedLinearMxfp8(FusedOperation):
         ctx.is_fused = not isinstance(input_, QuantizedTensor)
         if not ctx.is_fused:
             return self.unfused.forward(ctxs, input_, extras, basic_op_kwargs)
-        kernels, dtype, recipe = ctx.kernels, checked_dtype(self.fc.op, ctx, input_), ctx.recipe
+        dtype, recipe = checked_dtype(self.fc.op, ctx, input_), ctx.recipe
         assert recipe is not None
         records = ctx.requires_grad
         trains, passes = (records and flag for flag in (ctx.wants[0], ctx.input_requires_grad))
         rows, scales = _rows(input_), self.fc.scales(extras)
         groups = PaddedGroups(self.fc.offsets(ctx.formulas, rows.shape[0], extras), rows.shape[0])
         factors, bias = row_factor(scales, dtype), self.fc.bias(ctxs, dtype, records)
-        w = weights_of(self.fc, ctxs, recipe.operand_format("weight"), passes, records)
-        x = groups.pad(rows)
-        y = kernels.padded_mxfp8_gemm(
-            *quantize_rows(x, groups.ends), *w[:2], groups.ends, bias, padded(factors, groups)
-        )
+        w, w_t = weights_of(self.fc, ctxs, recipe.operand_format("weight"), passes, records)
+        products, quantizer, x = products_of(ctx, groups), Quantizer(recipe.operand_format("input")), groups.pad(rows)
+        y = products.gemm(products.quantize(x, quantizer), w, bias, padded(factors, groups))
         if records:
             ctx.groups, ctx.input_shape = groups, input_.shape
             ctx.scales_shape = None if scales is None else scales.shape
             ctx.unchanged = read_by_backward(ctx.held) if passes else None
+            ctx.grad_quantizer = self.fc.op.quantizer(recipe, "grad_output", input_.device)
             ctx.save_for_backward(
-                *(quantize_rows(x, groups.ends, True) if trains else (None, None)),
+                *(products.quantize(x, quantizer, True) if trains else Scaled()),
+                *w_t,
                 factors,
                 bias if self.fc.wants_dscales(ctxs) else None,
-                *w[2:],
             )
         return like_rows_of(groups.unpad(y), input_), [()] * len(ctxs)
 
@@ -89,14 +87,15 @@ class PaddedLinearMxfp8(FusedOperation):
         grads, extra_grads = no_grads(ctxs)
         if not ctx.is_fused:
             return self.unfused.backward(ctxs, grad_output, grads, extra_grads), grads, extra_grads
-        x, x_scale, factors, bias, *w = ctx.take_saved()
-        groups, rows = ctx.groups, _rows(grad_output)
-        dy = groups.pad(rows)
-        put_own_grads(self.fc, ctxs, (grads, extra_grads), rows, dy, along_rows(x, x_scale), factors, bias)
-        del x, x_scale
-        dx = None
+        *operands, factors, bias = ctx.take_saved()
+        x, w = Scaled(*operands[:3]), Scaled(*operands[3:])
+        del operands
+        groups, products, rows = ctx.groups, products_of(ctx, ctx.groups), _rows(grad_output)
+        dy, dx = groups.pad(rows), None
+        put_own_grads(self.fc, ctxs, (grads, extra_grads), products, rows, dy, x, factors, bias)
+        del x
         if w:
-            dx = ctx.kernels.padded_mxfp8_gemm(*quantize_rows(dy, groups.ends), w[0].mT, w[1], groups.ends)
+            dx = products.gemm(products.quantize(dy, ctx.grad_quantizer), w)
             dx = viewed(groups.unpad(dx), ctx.input_shape)
         return dx, grads, extra_grads
 
