@@ -119,7 +119,6 @@ class Rule:
 
     program: "package.module:Class" of the fused operation, loaded when first used. kernels: what it launches.
     covers: which passes it replaces; "forward_and_backward" is the only one so far. example: a chain that it matches.
-    missing: why the fused operation cannot run yet, though its kernels can; empty if it can.
     """
 
     name: str
@@ -129,7 +128,6 @@ class Rule:
     kernels: tuple[Bound, ...]
     example: Chain
     covers: str = FORWARD_AND_BACKWARD
-    missing: str = ""
 
     def __post_init__(self) -> None:
         if not self.pattern or self.pattern[0].optional:
@@ -180,8 +178,6 @@ class Rule:
             known = {letter: facts[fact] for letter, fact in _pairs(bound) if fact in facts}
             called = {letter: words.get(fact, fact) for letter, fact in _pairs(bound)}
             refused += [refusal.named(self.name) for refusal in bound.kernel.unmet_by(known, called)]
-        if self.missing:
-            refused.append(Refusal(self.name, "limit", "a later version of this library", self.missing))
         return tuple(dict.fromkeys([refusal for refusal in refused if refusal is not None] + lacks))
 
     def __str__(self) -> str:

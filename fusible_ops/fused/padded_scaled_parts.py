@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -231,8 +231,8 @@ def put_grads(
     db: Tensor | None,
 ) -> None:
     """The parameters' gradients of one linear into its place. db: its bias gradient, if that is wanted."""
-    pair: list[Any] = [AlongRows(*t) if t else None for t in (dy, x)]
-    part.put_grads(ctxs, grads, products, *pair, products.groups.padded_offsets, db=db)
+    left, right = (AlongRows(*t) if t else None for t in (dy, x))
+    part.put_grads(ctxs, grads, products, left, right, products.groups.padded_offsets, db=db)  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -276,7 +276,8 @@ def _from_storage(held: QuantizedTensor, columnwise: bool) -> Quantized | None:
     copy = held.columnwise if columnwise else held.rowwise
     if copy is None:
         return None
-    return copy._replace(scale=from_storage(copy.scale, held.format, *held.shape[-2:], columnwise))
+    n, k = held.shape[-2:]
+    return copy._replace(scale=from_storage(copy.scale, held.format, n, k, columnwise))
 
 
 def _as_operands(rowwise: Quantized | None, columnwise: Quantized | None, format: Format) -> list[Tensor]:

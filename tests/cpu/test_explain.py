@@ -114,44 +114,59 @@ def test_blackwell_names_what_cudnn_frontend_does_not_take(changes: dict, text: 
         assert str(refused.first).startswith(text)
 
 
-MISSING = (
-    "the fused operation that would call these kernels in {} is not in this version, needs a later version of this "
-    "library"
+CLAMPED_MOE = examples.SM100["grouped_linear", "nvfp4", "_any_clamp"]
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        ({}, "act.glu_interleave_size is None, needs 32; pack_glu_weights_(interleave=32) does it"),
+        (
+            {"kind": "geglu", "glu_interleave": 32},
+            "act.kind is geglu, needs swiglu or clamped_swiglu; cuDNN Frontend's geglu is the clamped SwiGLU; it has "
+            "no kernel for gelu_tanh",
+        ),
+    ],
 )
+def test_blackwell_names_what_is_not_taken_in_mxfp8_and_nvfp4(format: str, act: dict, text: str) -> None:
+    changed = activation(**{"kind": "swiglu", "scaled": True} | act)
+    chain = replace(examples.SM100["grouped_linear", format, ""], ops=(MOE.ops[0], changed, MOE.ops[2]))
+    found = plan(chain, Target.named("sm_100a")).refusals
+    (refused,) = [r for r in found if r.rule == f"grouped_mlp_{format}_sm100" and r.start == 0]
+    assert [str(reason) for reason in refused.reasons] == [text]
 
 
 @pytest.mark.parametrize(
-    ("chain", "rule", "texts"),
+    ("constants", "rule", "text"),
     [
+        ({"limit": 7.0, "alpha": 1.702, "offset": 1.0}, "grouped_mlp_nvfp4_sm100", ""),
         (
-            replace(MOE, recipe=examples.MXFP8),
-            "grouped_mlp_mxfp8_sm100",
-            ["act.glu_interleave_size is None, needs 32; pack_glu_weights_(interleave=32) does it"],
+            {"limit": 7.0, "alpha": 1.702, "offset": 0.0},
+            "grouped_mlp_any_clamp_nvfp4_sm100",
+            "act.offset is 0.0, needs 1.0 with clamped_swiglu; it is built into cuDNN Frontend's kernel",
         ),
-        (
-            replace(MOE, recipe=examples.NVFP4),
-            "grouped_mlp_nvfp4_sm100",
-            ["act.glu_interleave_size is None, needs 32; pack_glu_weights_(interleave=32) does it", MISSING],
-        ),
-        (examples.MOE_NVFP4, "grouped_mlp_nvfp4_sm100", [MISSING]),
-        (examples.MOE_SRELU_MXFP8, "grouped_mlp_srelu_mxfp8_sm100", [MISSING]),
-        (examples.MOE_SRELU_NVFP4, "grouped_mlp_srelu_nvfp4_sm100", [MISSING]),
+        ({}, "", "act.limit is None, needs 7.0 with clamped_swiglu; it is built into cuDNN Frontend's kernel"),
     ],
+    ids=["built in", "another", "no clamp"],
 )
-def test_blackwell_in_mxfp8_and_nvfp4(chain: Chain, rule: str, texts: list[str]) -> None:
-    (refused,) = [r for r in plan(chain, Target.named("sm_100a")).refusals if r.rule == rule and r.start == 0]
-    name = "NVFP4" if "nvfp4" in rule else "MXFP8"
-    assert [str(reason) for reason in refused.reasons] == [text.format(name) for text in texts]
-
-
-def test_blackwell_takes_glus_in_mxfp8() -> None:
-    found = plan(examples.MOE_MXFP8, Target.named("sm_100a"))
-    assert [step.rule and step.rule.name for step in found.steps] == ["grouped_mlp_mxfp8_sm100"]
+def test_blackwell_takes_any_clamp_in_nvfp4(constants: dict, rule: str, text: str) -> None:
+    """By the kernel that gives both maxima where it has the constants, else by one that gives one; not without any."""
+    changed = activation("clamped_swiglu", scaled=True, glu_interleave=32, **constants)
+    chain = replace(CLAMPED_MOE, ops=(CLAMPED_MOE.ops[0], changed, CLAMPED_MOE.ops[2]))
+    found = plan(chain, Target.named("sm_100a"))
+    assert (found.steps[0].rule.name == rule) == bool(rule)
+    first = [r for r in found.refusals if r.rule == "grouped_mlp_nvfp4_sm100" and r.start == 0]
+    assert [str(r.first) for r in first] == ([text] if text else [])
+    if not rule:
+        (refused,) = [r for r in found.refusals if r.rule == "grouped_mlp_any_clamp_nvfp4_sm100" and r.start == 0]
+        assert str(refused.first).startswith("act.limit is None, needs a number with clamped_swiglu")
 
 
 def test_blackwell_takes_no_gradients_in_e5m2() -> None:
     recipe = RecipeSpec("MXFP8BlockScaling", {**examples.MXFP8.facts, "grad_output": mxfp8(E5M2)})
-    found = plan(replace(examples.MOE_MXFP8, recipe=recipe), Target.named("sm_100a")).refusals
+    chain = replace(examples.SM100["grouped_linear", "mxfp8", ""], recipe=recipe)
+    found = plan(chain, Target.named("sm_100a")).refusals
     (refused,) = [r for r in found if r.rule == "grouped_mlp_mxfp8_sm100" and r.start == 0]
     assert "E5M2" in str(refused.first)
 

@@ -13,7 +13,7 @@ from patterns import RULES, Bound, Chain, Match, OpSpec, Refused, Rule, bind, ch
 from patterns.guards import recipe_is
 
 IDEAL = {rule.name: Target.named(rule.kernels[0].kernel.arch) for rule in RULES}
-MISSING = {rule.name for rule in RULES if rule.missing or any(bound.kernel.missing for bound in rule.kernels)}
+MISSING = {rule.name for rule in RULES if any(bound.kernel.missing for bound in rule.kernels)}
 
 GUARDS = [(rule, guard) for rule in RULES for guard in rule.guards]
 LIMITS = [(rule, bound, limit) for rule in RULES for bound in rule.kernels for limit in bound.kernel.limits]
