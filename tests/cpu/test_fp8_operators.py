@@ -11,7 +11,7 @@ from cute_kernels.blackwell import mxfp8_reference, nvfp4_reference
 from cute_kernels.blackwell.operands import operand
 from cute_kernels.quantization.formats import mxfp8, nvfp4
 from cute_kernels.quantization.quantize import quantize
-from fusible_ops.sharing import BOUNDED
+from fusible_ops.sharing import BOUNDED, SUMMED
 from tests.compare import assert_bitwise_equal
 
 T, K, N, WIDTH = 24, 160, 192, 96
@@ -88,7 +88,7 @@ def test_operator_is_well_formed(name: str) -> None:
     """The shape function, by PyTorch's own checker (its check of schemas knows no FP8); operands are left alone."""
     operator = getattr(torch.ops.fusible_ops, name).default
     before = [t.clone() for t in flat(tuple(CALLS[name])) if isinstance(t, torch.Tensor)]
-    shares = {"sm_margin": 4} if name in BOUNDED else {}
+    shares = ({"sm_margin": 4} if name in BOUNDED else {}) | ({"deterministic": False} if name in SUMMED else {})
     assert list(shares) == [a.name for a in operator._schema.arguments if a.kwarg_only]
     for how in ({}, shares):
         torch.library.opcheck(operator, CALLS[name], how, test_utils=("test_faketensor",))
