@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cute_kernels import catalog
 from cute_kernels.activation import Activation
-from cute_kernels.blackwell import padded, padded_mxfp8
+from cute_kernels.blackwell import padded, padded_mxfp8, padded_nvfp4
 from cute_kernels.blackwell.dense import dense_srelu, dense_swiglu
 from cute_kernels.blackwell.dglu import dglu
 from cute_kernels.blackwell.glu import glu
@@ -28,6 +28,7 @@ from cute_kernels.blackwell.wgrad import wgrad
 E, M, H, WIDTH = 4, 1024, 512, 256
 ENDS = torch.tensor([256, 512, 512, 1024], dtype=torch.int32)
 SWIGLU, CLAMPED = Activation("swiglu"), Activation("clamped_swiglu", 7.0, 1.702, 0.5)
+BUILT_IN = Activation("clamped_swiglu", 7.0, 1.702, 1.0)
 OTHER_CLAMP = Activation("clamped_swiglu", 10.0, 1.0, 0.0)
 SRELU, TANH_SRELU = Activation("srelu"), Activation("tanh_srelu", clamp_scale=5.0)
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -71,6 +72,7 @@ BF16, MX, NV = (catalog.SM100[format] for format in catalog.FORMATS)
 MX_GRAD = {"probs": PROBS, "need_dprobs": True, "dpreact_dtype": E4M3}
 NV_GRAD = {"probs": PROBS, "need_dprobs": True, "alpha": ALPHA}
 MX_DY, NV_DY, MX_W2_BACK = mxfp8(M, H), nvfp4(M, H), mxfp8_back(E, H, WIDTH)
+NV_X, NV_W1, NV_W2_BACK = nvfp4(M, H), nvfp4(E, 2 * WIDTH, H), nvfp4(E, WIDTH, H)
 
 Call = Callable[[], Any]
 CALLS: dict[str, tuple[catalog.Kernel, Call]] = {
@@ -139,6 +141,14 @@ CALLS: dict[str, tuple[catalog.Kernel, Call]] = {
         partial(srelu, mxfp8(M, H), mxfp8(E, WIDTH, H), ENDS, SRELU, PROBS, bf16(E, WIDTH), act_dtype=E4M3),
     ),
     "MXFP8 dsrelu": (MX["dsrelu"], partial(dsrelu, MX_DY, MX_W2_BACK, ENDS, ACT, SRELU, **MX_GRAD)),
+    "MXFP8 srelu: tanh, as a rule calls it": (
+        MX["srelu"],
+        partial(padded_mxfp8.padded_mxfp8_gemm_act, *mxfp8(M, H), *mxfp8(E, WIDTH, H), ENDS, TANH_SRELU),
+    ),
+    "MXFP8 dsrelu: tanh, as a rule calls it": (
+        MX["dsrelu"],
+        partial(padded_mxfp8.padded_mxfp8_gemm_dact, *MX_DY, *MX_W2_BACK, ENDS, ACT, TANH_SRELU, PROBS, True),
+    ),
     "MXFP8 dense swiglu": (MX["dense_swiglu"], partial(dense_swiglu, mxfp8(M, H), mxfp8(2 * WIDTH, H))),
     "MXFP8 dense srelu": (
         MX["dense_srelu"],
@@ -148,6 +158,41 @@ CALLS: dict[str, tuple[catalog.Kernel, Call]] = {
     "NVFP4 glu, rotated maxima: bias": (
         NV["glu_hadamard"],
         partial(glu_hadamard, nvfp4(M, H), nvfp4(E, 2 * WIDTH, H), ENDS, SWIGLU, PROBS, B1, ALPHA),
+    ),
+    "NVFP4 glu, rotated maxima: its clamp": (
+        NV["glu_hadamard"],
+        partial(padded_nvfp4.padded_nvfp4_gemm_act, *NV_X, *NV_W1, ENDS, ALPHA, BUILT_IN, None, PROBS, False),
+    ),
+    "NVFP4 glu: any clamp, bias": (
+        NV["glu"],
+        partial(padded_nvfp4.padded_nvfp4_gemm_act, *NV_X, *NV_W1, ENDS, ALPHA, OTHER_CLAMP, B1, PROBS, True),
+    ),
+    "NVFP4 quant: bias, scale": (
+        NV["gemm"],
+        partial(padded_nvfp4.padded_nvfp4_gemm, *nvfp4(M, WIDTH), *nvfp4(E, H, WIDTH), ENDS, ALPHA, B2, PROBS),
+    ),
+    "NVFP4 quant: input gradient": (
+        NV["gemm"],
+        partial(padded_nvfp4.padded_nvfp4_gemm, *nvfp4(M, 2 * WIDTH), *nvfp4(E, H, 2 * WIDTH), ENDS, ALPHA),
+    ),
+    "NVFP4 dglu: any clamp": (
+        NV["dglu"],
+        partial(padded_nvfp4.padded_nvfp4_gemm_dact, *NV_DY, *NV_W2_BACK, ENDS, ALPHA, PREACT, OTHER_CLAMP),
+    ),
+    "NVFP4 wgrad: added to FP32": (
+        NV["wgrad"],
+        partial(
+            padded_nvfp4.padded_nvfp4_wgrad_, [torch.zeros(E, H, WIDTH)], *nvfp4(H, M), *nvfp4(WIDTH, M), ENDS, ALPHA,
+            True,
+        ),
+    ),
+    "NVFP4 srelu: bias": (
+        NV["srelu"],
+        partial(padded_nvfp4.padded_nvfp4_gemm_act, *NV_X, *nvfp4(E, WIDTH, H), ENDS, ALPHA, SRELU, bf16(E, WIDTH)),
+    ),
+    "NVFP4 dsrelu": (
+        NV["dsrelu"],
+        partial(padded_nvfp4.padded_nvfp4_gemm_dact, *NV_DY, *NV_W2_BACK, ENDS, ALPHA, ACT, SRELU, PROBS, True),
     ),
     "NVFP4 quant": (NV["gemm"], partial(quant, nvfp4(M, WIDTH), nvfp4(E, H, WIDTH), ENDS, alpha=ALPHA)),
     "NVFP4 dglu": (NV["dglu"], partial(dglu, NV_DY, nvfp4(E, WIDTH, H), ENDS, PREACT, SWIGLU, **NV_GRAD)),
@@ -185,6 +230,12 @@ def _quant(**wrong: Any) -> Call:
     return lambda: quant(**given)
 
 
+def _nvfp4_act(**wrong: Any) -> Call:
+    """A squared ReLU in NVFP4, whose matrices have three dimensions."""
+    given: dict[str, Any] = {"x": NV_X, "weight": nvfp4(E, WIDTH, H), "ends": ENDS, "activation": SRELU, "alpha": ALPHA}
+    return lambda: srelu(**given | wrong)
+
+
 def _short(x: Operand) -> Operand:
     assert x.scale is not None
     return Operand(x.data, x.scale[:-128].contiguous())
@@ -216,12 +267,12 @@ WRONG: dict[str, tuple[Call, str]] = {
         "activation is geglu, needs swiglu or clamped_swiglu; cuDNN Frontend's geglu is the clamped SwiGLU",
     ),
     "MXFP8 shape: rows, no multiple of 256": (_quant(x=mxfp8(1000, WIDTH)), r"a\.shape\[0\]|divisib|256"),
-    "MXFP8 shape: another K": (_quant(x=mxfp8(M, WIDTH + 32)), "SFA|K dim|shape|SFB"),
+    "MXFP8 shape: another K": (_quant(x=mxfp8(M, WIDTH + 32)), "x is mxfp8 and has 288 columns, weight mxfp8 and 256"),
     "MXFP8 shape: too few scales": (_quant(x=_short(mxfp8(M, WIDTH))), "x: 7168 scales are given, needs 8192"),
     "MXFP8 dtype: a weight in another format": (_quant(weight=Operand(W2, mxfp8(E, H, WIDTH).scale)), "dtype"),
     "MXFP8 dtype: scales of another format": (
         _quant(weight=Operand(mxfp8(E, H, WIDTH).data, nvfp4(E, H, 2 * WIDTH).scale)),
-        "weight: 65536 scales are given, needs 32768",
+        "x is mxfp8 and has 256 columns, weight nvfp4 and 256",
     ),
     "MXFP8 dtype: int64 ends": (_quant(ends=ENDS.long()), "padded_offsets|int32|Int32|int64|dtype|tracing|compile"),
     "MXFP8 stride: rows with a gap": (
@@ -237,6 +288,23 @@ WRONG: dict[str, tuple[Call, str]] = {
         "dy has 1280 rows, x 1024",
     ),
     "NVFP4 wgrad: no global scales": (partial(wgrad, nvfp4(H, M), nvfp4(WIDTH, M), ENDS), "global_scale"),
+    "NVFP4 shape: too few scales": (_nvfp4_act(x=_short(NV_X)), "x: 28672 scales are given, needs 32768"),
+    "NVFP4 shape: rows, no multiple of 256": (_nvfp4_act(x=nvfp4(1000, H)), r"a\.shape\[0\]|divisib|256"),
+    "NVFP4 shape: another K": (_nvfp4_act(x=nvfp4(M, H + 32)), "x is nvfp4 and has 544 columns, weight nvfp4 and 512"),
+    "NVFP4 shape: alpha of other experts": (_nvfp4_act(alpha=torch.ones(E + 1)), "alpha"),
+    "NVFP4 dtype: a weight in MXFP8": (
+        _nvfp4_act(weight=mxfp8(E, WIDTH, H)),
+        "x is nvfp4 and has 512 columns, weight mxfp8 and 512",
+    ),
+    "NVFP4 dtype: int64 ends": (_nvfp4_act(ends=ENDS.long()), "padded_offsets|int32|Int32|int64|dtype|tracing|compile"),
+    "NVFP4 activation: not squared": (
+        _nvfp4_act(activation=Activation("relu")),
+        "activation is relu, needs srelu or tanh_srelu",
+    ),
+    "NVFP4 constants: rotated maxima of another clamp": (
+        partial(glu_hadamard, NV_X, NV_W1, ENDS, OTHER_CLAMP, alpha=ALPHA),
+        "limit is 10.0, needs 7.0 with clamped_swiglu; it is built into",
+    ),
     "NVFP4 width": (
         partial(quant, nvfp4(M, 48), nvfp4(E, H, 48), ENDS),
         "cudnn_quant_nvfp4: K is 48, needs a multiple of 32",

@@ -8,6 +8,7 @@ the environment at every call. Its classes, on which they stand, do neither: con
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -38,7 +39,7 @@ def run(
 ) -> None:
     """Call cuDNN Frontend's operation `name` on the current stream of the operands' device.
 
-    kernel, letters: its row, and the values that the row's limits are on; asked before it is built.
+    kernel, letters: its row, and the values that the row's limits are on; asked of others than before, built or not.
     sizes: whatever shapes there are beside the number of rows; operands: by their names there, without "_tensor";
     settings: what the operation is compiled for; more: what each call is given. sm_margin: SMs to leave free, in whole
     clusters.
@@ -48,15 +49,21 @@ def run(
     """
     device = next(t.device for t in operands.values() if t is not None)
     dtypes = tuple((operand, t.dtype) for operand, t in operands.items() if t is not None)
+    _require(kernel, tuple(letters.items()))
     spec = (name, sizes, dtypes, tuple(settings.items()), device, -(-sm_margin // CLUSTER_SMS))
     with on(device):
         made = launch.built(spec)
         if made is None:
-            kernel.require(**letters)
             made = _build(spec, name, operands, settings)
         if hasattr(made, "scratch_workspace_bytes"):
             more["workspace"] = torch.empty(made.scratch_workspace_bytes(), dtype=torch.uint8, device=device)
         made.execute(**{_argument(operand): t for operand, t in operands.items()}, **more)
+
+
+@functools.lru_cache(maxsize=4096)
+def _require(kernel: Kernel, letters: tuple[tuple[str, object], ...]) -> None:
+    """`kernel.require`, once for each combination: constants that a kernel has built in are in no key of theirs."""
+    kernel.require(**dict(letters))
 
 
 def _build(spec: tuple, name: str, operands: Mapping[str, Tensor | None], settings: Mapping[str, Any]) -> Any:

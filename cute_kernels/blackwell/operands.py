@@ -60,11 +60,18 @@ class Operand(NamedTuple):
 
 
 def check_scaled(**operands: Operand) -> None:
-    """ValueError unless the operands' values lie without gaps and have the scales that they need.
+    """ValueError unless the operands are of one format and as long, their values lie without gaps, and they have the
+    scales that they need.
 
-    For their operations, once built, look at neither: a compiled kernel takes scales by their address alone. Rows are
-    [lines, K], a weight [E, lines, K], each with blocks along the last dimension.
+    For their operations, once built, look at none of it: a compiled kernel takes scales by their address alone, and of
+    some the second operand's K too. Rows are [lines, K], a weight [E, lines, K], each with blocks along the last
+    dimension.
     """
+    (first, one), (second, other) = operands.items()
+    if one.scale is not None and (one.format, one.columns) != (other.format, other.columns):
+        raise ValueError(
+            f"{first} is {one.format} and has {one.columns} columns, {second} {other.format} and {other.columns}"
+        )
     for name, given in operands.items():
         if given.scale is None:
             continue
