@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import importlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -134,6 +135,7 @@ def _nothing_compiled() -> Iterator[None]:
             importlib.import_module("pydantic").dataclasses = dataclasses  # type: ignore[attr-defined]
             sys.modules["pydantic.dataclasses"] = dataclasses
             top = _package("transformer_engine", folder)
+            top.__version__ = importlib.metadata.version("transformer_engine")
             top.common = importlib.import_module("transformer_engine.common")  # type: ignore[attr-defined]
             top.common.load_framework_extension = lambda *_: None
             top.pytorch = _package("transformer_engine.pytorch", f"{folder}/pytorch")  # type: ignore[attr-defined]

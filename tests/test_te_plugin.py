@@ -219,8 +219,6 @@ def test_a_call_that_does_not_fit_replays_their_ops(te: Any) -> None:
     pair = Pair(te, bias=False)
     x, probs, sizes = pair.inputs.x, pair.inputs.probs, TAIL.tensor(DEVICE)
     assert not replays(pair, lambda: pair.theirs(x, sizes, probs, sizes))
-    small = sizes.to(torch.int16)
-    assert replays(pair, lambda: pair.theirs(x, small, probs, small))
     out = torch.empty_like(x)
     assert replays(pair, lambda: pair.theirs(x, sizes, probs, sizes, op_kwargs={pair.theirs[2]: {"output": out}}))
     if DEVICE == "cpu":
@@ -230,6 +228,59 @@ def test_a_call_that_does_not_fit_replays_their_ops(te: Any) -> None:
     assert replays(pair, lambda: pair.theirs(x, sizes, probs, sizes))
     plugin.install()
     assert not replays(pair, lambda: pair.theirs(x, sizes, probs, sizes))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_split_sizes_of_any_integers_anywhere(te: Any, dtype: torch.dtype) -> None:
+    """As Transformer Engine takes them; on the CPU, as Megatron-Core has them."""
+    pair = Pair(te, bias=False)
+    x, probs, sizes = pair.inputs.x, pair.inputs.probs, TAIL.tensor("cpu").to(dtype)
+    wanted = pair.theirs(x, *[TAIL.tensor(DEVICE), probs, TAIL.tensor(DEVICE)])
+    assert not replays(pair, lambda: pair.theirs(x, sizes, probs, sizes))
+    assert_bitwise_equal(pair.theirs(x, sizes, probs, sizes), wanted)
+
+
+def test_split_sizes_go_where_the_input_is(te: Any) -> None:
+    pair = Pair(te, bias=False)
+    pair.train()
+    (joint,) = pair.fused()
+    sizes, elsewhere = TAIL.tensor("cpu").to(torch.uint8), torch.device("meta")
+    given = joint._with_splits_on(elsewhere, [sizes, pair.inputs.probs, sizes])
+    assert given[0] is given[2] and given[0].device == elsewhere and given[0].dtype is torch.int64
+    assert given[1] is pair.inputs.probs
+
+
+@pytest.mark.parametrize("activation", ["scaled_swiglu", "scaled_clamped", "scaled_srelu"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_chain_as_megatron_core_makes_it(te: Any, activation: str, bias: bool) -> None:
+    """Ops on the meta device, to which parameters that exist are given afterwards; gradients go to their main_grad."""
+    pair = Pair(te, activation, bias)
+    chain, (fc1, act, fc2) = te.Sequential(), pair.theirs
+    for linear in (fc1, fc2):
+        shell = te.GroupedLinear(
+            TAIL.groups, linear.in_features, linear.out_features, bias=bias, device="meta", dtype=torch.bfloat16,
+            accumulate_into_main_grad=True, delay_wgrad_compute=False,
+            **({"scale_bias": True} if bias and linear is fc2 else {}),
+        )  # fmt: skip
+        for name, p in linear.named_parameters():
+            shell.register_parameter(name, p)
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+            p.grad_added_to_main_grad = False
+        chain.append(shell)
+        if linear is fc1:
+            chain.append(act)
+    wanted = step(pair.ours, pair.mlp, pair.inputs)
+    x, probs = pair.inputs.x.clone().requires_grad_(), pair.inputs.probs.clone().requires_grad_()
+    sizes = TAIL.tensor("cpu")
+    y = chain(x, sizes, probs, sizes, *([probs] if bias else []))
+    y.backward(pair.inputs.dy)
+    assert [type(op).__name__ for op, _ in chain._module_groups[0]._forward_ops] == ["FusibleOpsRun"]
+    for name, t in {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad}.items():
+        assert_bitwise_equal(t, wanted[name], name)
+    for (name, _), theirs in zip(pair.ours.named_parameters(), pair.theirs.parameters(), strict=True):
+        if "weight" in name:
+            assert theirs.grad_added_to_main_grad
+            assert_bitwise_equal(theirs.main_grad.to(torch.bfloat16), wanted[f"d{name}"], name)
 
 
 def test_models_that_are_not_ours_to_run_are_left_alone(te: Any) -> None:

@@ -24,8 +24,9 @@ Grads = tuple[Tensor | None, list[Any], list[Any]]
 class Joint:
     """Several ops as one, forward and backward: what `FusibleOpsRun` adds to Transformer Engine's FusedOperation.
 
-    What a call must be for our kernels: plain tensors, split sizes of int32 or int64 on the input's device, no keyword
-    arguments, all ops in one fused operation for its dtype and recipe. Other calls replay the ops themselves.
+    What a call must be for our kernels: plain tensors on the input's device, no keyword arguments, all ops in one fused
+    operation for its dtype and recipe. Other calls replay the ops themselves. Split sizes may be any integers and lie
+    anywhere, as Transformer Engine takes them: Megatron-Core has them on the CPU.
     """
 
     basic_ops: Any
@@ -60,7 +61,7 @@ class Joint:
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Any]]]:
         head = basic_op_ctxs[0]
-        extras = [t for own in basic_op_extra_inputs for t in own]
+        extras = self._with_splits_on(input_.device, [t for own in basic_op_extra_inputs for t in own])
         head.runs_ours = Joint.is_installed and not any(basic_op_kwargs) and self._takes(input_, extras)
         if not head.runs_ours:
             quantizers = prev_op_grad_output_quantizer, next_op_input_quantizer
@@ -84,15 +85,22 @@ class Joint:
     def _takes(self, x: Any, extras: Sequence[Any]) -> bool:
         if not all(map(is_plain, (x, *extras))) or any(t.device != x.device for t in extras):
             return False
-        splits = [extras[span][op.split_sizes_slot] for op, span in self._grouped()]
-        if any(t.dtype not in (torch.int32, torch.int64) for t in splits):
-            return False
         steps, _ = self.fuser.steps(x.device, autocast_dtype_on(x.device), self.recipe)
         return len(steps) == 1 and steps[0].op.is_fused_op
 
-    def _grouped(self) -> list[tuple[GroupedLinear, slice]]:
-        pairs = zip(self.fuser.basic_ops, self.spans, strict=True)
-        return [(op, span) for op, span in pairs if isinstance(op, GroupedLinear)]
+    def _with_splits_on(self, device: torch.device, extras: list[Any]) -> list[Any]:
+        """The extra inputs, of which split sizes are int32 or int64 on `device`; a tensor given twice stays one."""
+        made: dict[int, Tensor] = {}
+        for op, span in zip(self.fuser.basic_ops, self.spans, strict=True):
+            if isinstance(op, GroupedLinear):
+                at = span.start + op.split_sizes_slot
+                splits = extras[at]
+                if is_plain(splits) and not (splits.is_floating_point() or splits.is_complex()):
+                    dtype = splits.dtype if splits.dtype in (torch.int32, torch.int64) else torch.int64
+                    extras[at] = made.setdefault(
+                        id(splits), splits.to(device, dtype, non_blocking=device.type == "cuda")
+                    )
+        return extras
 
     def _replay(
         self,

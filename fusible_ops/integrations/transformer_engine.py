@@ -6,8 +6,8 @@
 
 Parameters, checkpoints, `main_grad`, delayed weight gradients, CPU offload and activation checkpointing work as before.
 Chains are taken that a rule fuses here and that hold a grouped linear or an activation between two linears;
-a call that is not as a fused chain needs it (another dtype, split sizes elsewhere, buffers of the caller's, quantised
-parameters) runs Transformer Engine's own ops.
+a call that is not as a fused chain needs it (another dtype, buffers of the caller's, quantised parameters) runs
+Transformer Engine's own ops.
 Source: the contract of `transformer_engine.pytorch.ops.register_forward_backward_fusion` (2.20).
 """
 
