@@ -1,0 +1,61 @@
+"""A mixture-of-experts layer of Megatron-Core on one GPU, before and after one line: forward + backward, milliseconds.
+
+    python -m tests.bench.bench_megatron [--tokens 8192]
+
+"modules": Transformer Engine's GroupedLinear modules (use_transformer_engine_op_fuser=False). "ops": its operation
+fuser without our plug-in. "ours": the same with it. Router and permutation are in all three. In turn in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+
+from fusible_ops.integrations import transformer_engine as plugin
+from tests import megatron_layer
+from tests.bench.timing import medians
+
+LAYERS = {
+    "qwen3, 128 experts": ("swiglu", {"hidden": 2048, "intermediate": 768, "experts": 128, "topk": 8}),
+    "gpt_oss": ("gpt_oss", {"hidden": 2880, "intermediate": 2880, "experts": 32, "topk": 4}),
+}
+
+
+def step_of(layer: torch.nn.Module, tokens: int, hidden: int) -> Callable[[], object]:
+    x, dy = (torch.randn(tokens, 1, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+    leaves = [x, *layer.parameters()]
+
+    def step() -> object:
+        y, _ = layer(x)
+        return torch.autograd.grad(y, leaves, dy, allow_unused=True)
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    tokens = parser.parse_args().tokens
+    megatron_layer.load()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    with megatron_layer.process_group():
+        for name, (kind, sizes) in LAYERS.items():
+            steps = {}
+            for way in ("modules", "ops", "ours"):
+                torch.manual_seed(0)
+                layer = megatron_layer.make(kind, fused=True, by_ops=way != "modules", **sizes)
+                steps[way] = step_of(layer, tokens, sizes["hidden"])
+                if way == "ours":
+                    plugin.install()
+                steps[way]()  # the fuser keeps the plan that it makes now
+            times = medians(steps)
+            ratios = ", ".join(f"{way} {ms:.3f} ms (x{ms / times['ours']:.2f})" for way, ms in times.items())
+            print(f"{name}, {tokens} tokens: {ratios}", flush=True)
+            plugin.uninstall()
+
+
+if __name__ == "__main__":
+    main()
