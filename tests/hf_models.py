@@ -110,7 +110,11 @@ def small(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", im
     config = small_config(name)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(5)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
+        how = {
+            "experts_implementation": "eager",
+            "attn_implementation": "eager",
+        }  # of which the bits are the same again
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how)
         for key, p in model.named_parameters():
             if ".experts." in key:
                 p.normal_(std=0.5 if "bias" in key else p.shape[-1] ** -0.5)

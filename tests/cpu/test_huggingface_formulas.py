@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -233,3 +239,32 @@ def test_explain_says_what_each_layer_runs() -> None:
     other = huggingface.explain(nn.Sequential(made("mish").bfloat16()), "sm_90a")
     assert "its gate (MishActivation) is none of our activations, so it runs as it is" in other
     assert other.count("1 of 1 ops fused") == 2
+
+
+def experts_of_transformers() -> Iterator[Any]:
+    """An experts module, without memory, of each class that transformers decorates and a default config makes."""
+    folder = Path(importlib.util.find_spec("transformers").origin).parent / "models"  # type: ignore[union-attr, arg-type]
+    for path in sorted(folder.glob("*/modeling_*.py")):
+        for name in re.findall(r"\n@use_experts_implementation[^\n]*\nclass (\w+)", path.read_text()):
+            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+            configs = importlib.import_module(module.__name__.replace(".modeling_", ".configuration_"))
+            own = [
+                kind for _, kind in inspect.getmembers(configs, inspect.isclass) if kind.__module__ == configs.__name__
+            ]
+            made = [experts for config in own if (experts := _made_of(getattr(module, name), config)) is not None]
+            yield from made[:1]
+
+
+def _made_of(kind: type[nn.Module], config: Any) -> nn.Module | None:
+    """The module with this config's defaults, without memory; None if it is the config of something else."""
+    with contextlib.suppress(Exception), torch.device("meta"):
+        return kind(config())
+    return None
+
+
+def test_experts_of_all_models_that_transformers_has() -> None:
+    """All have an activation of ours, but for two whose sums are capped softly."""
+    formulas = {type(experts).__name__: formula_of(experts) for experts in experts_of_transformers()}
+    unlike = {name for name, formula in formulas.items() if not formula.activation}
+    assert len(formulas) >= 60 and unlike <= {"Inkling2Experts", "Inkling2LoopExperts"}, unlike
+    assert {"MixtralExperts", "NemotronHExperts", "AriaExperts", "DeepseekV4Experts"} <= formulas.keys()
