@@ -6,6 +6,8 @@ for each use that a rule makes of a kernel. `python -m tests.cpu.test_blackwell_
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -49,7 +51,32 @@ def test_another_number_of_rows_compiles_nothing() -> None:
     assert checked(partial(padded.padded_gemm, bf16(2048, WIDTH), [W2], ends)).compiled == 0
 
 
+def test_the_package_keeps_nothing_for_a_row_count() -> None:
+    """As its wrappers would: an entry in a table of a module for every number of rows, for ever."""
+    for name in ("BF16 gemm", "BF16 wgrad"):
+        checked(CALLS[name][1])
+    before = _tables_of_the_package()
+    assert any("memo" in name for name in before), "its tables have other names now"
+    for rows in (1280, 1536, 1792):
+        ends = torch.tensor([0, 256, 256, rows], dtype=torch.int32)
+        checked(partial(padded.padded_gemm, bf16(rows, WIDTH), [W2], ends))
+        checked(partial(padded.padded_wgrad, bf16(rows, H), bf16(rows, WIDTH), ends))
+    assert _tables_of_the_package() == before
+
+
+def _tables_of_the_package() -> dict[str, int]:
+    """How many entries every dictionary of its modules has that is a cache by its name."""
+    found = {}
+    for module in [m for name, m in sys.modules.items() if name.startswith("cudnn.gemm")]:
+        for name, value in vars(module).items():
+            if isinstance(value, dict) and any(word in name.lower() for word in ("cache", "memo")):
+                found[f"{module.__name__}.{name}"] = len(value)
+    return found
+
+
 def test_no_operation_keeps_memory_that_two_streams_would_share() -> None:
+    for name in ("BF16 glu", "BF16 dglu", "MXFP8 quant", "MXFP8 wgrad"):
+        checked(CALLS[name][1])
     for made in launch._built.values():
         inner = getattr(made, "_implementation", made)
         scratch = getattr(inner, "_workspace", None)
@@ -103,16 +130,25 @@ def test_before_sm100_they_say_so() -> None:
 
 
 def main() -> None:
-    """The log of the checks."""
+    """The log of the checks; exit status 1 if a wrong call is not seen."""
+    began, width, unseen = time.perf_counter(), max(map(len, CALLS)), 0
     for name, (kernel, call) in CALLS.items():
         check = checked(call)
-        print(f"{kernel.name:26} {name:36} {check.compiled} compiled, {check.seconds:5.1f} s, reached the driver")
+        print(f"{kernel.name:26} {name:{width}} {check.compiled} compiled, {check.seconds:5.1f} s, reached the driver")
     for name, (call, _) in WRONG.items():
         try:
             with as_if_on_blackwell():
                 call()
+            said = "NOT SEEN"
         except (ValueError, TypeError, launch.CompileError) as error:
-            print(f"refused: {name}: {str(error).splitlines()[0][:140]}")
+            said = str(error).splitlines()[0][:140]
+        except RuntimeError as error:
+            said = f"NOT SEEN: {str(error).splitlines()[0][:100]}"
+        unseen += said.startswith("NOT SEEN")
+        print(f"wrong: {name}: {said}")
+    seen, seconds = f"{len(WRONG) - unseen} of {len(WRONG)}", time.perf_counter() - began
+    print(f"{len(CALLS)} calls reached the driver, {seen} wrong ones were seen, {seconds:.0f} s")
+    raise SystemExit(unseen > 0)
 
 
 if __name__ == "__main__":
