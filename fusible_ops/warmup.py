@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.meta_run import Use, as_under, extra_inputs, input_width, on_meta
 from fusible_ops.op import BasicOperation
 from fusible_ops.sequential import Sequential
+from patterns import Bound, Step
 
 PLAIN = Use()
 ROWS = (*range(64, 2113, 64), LONG_ROWS - 1, LONG_ROWS)
@@ -47,14 +48,33 @@ def kernels_of(model: nn.Module, arch: str = "sm_90a", use: Use = PLAIN) -> list
     """
     machine, copied = Target.named(arch), on_meta(model)
     with rehearsal(arch) as specs, autocast(enabled=use.recipe is not None, recipe=use.recipe), as_under(use.autocast):
-        for module in copied.modules():
-            for run in module.groups() if isinstance(module, Sequential) else ():
-                if isinstance(run, OperationFuser):
-                    for step in run.plan(machine, use.autocast, use.recipe).steps:
-                        if step.rule is not None and all(bound.kernel.is_kept for bound in step.kernels):
-                            ops = run.ops[step.start : step.stop]
-                            _rehearse(OperationFuser(ops, rules=run.rules, sharing=run.sharing), use)
+        for run, step, _ in _fused(copied, machine, use):
+            if all(bound.kernel.is_kept for bound in step.kernels):
+                ops = run.ops[step.start : step.stop]
+                _rehearse(OperationFuser(ops, rules=run.rules, sharing=run.sharing), use)
     return list(specs)
+
+
+def compiled_at_first_call(model: nn.Module, arch: str, use: Use = PLAIN) -> list[tuple[str, list[Bound]]]:
+    """The kernels of a model that no pack can hold, and that every process compiles anew (cuDNN Frontend's): for each
+    fused step, the ops that it runs and its kernels. Steps that are alike share them.
+    """
+    found = []
+    for _, step, title in _fused(model, Target.named(arch), use):
+        later = [bound for bound in step.kernels if not bound.kernel.is_kept]
+        found += [(title, later)] if later else []
+    return found
+
+
+def _fused(model: nn.Module, machine: Target, use: Use) -> Iterator[tuple[OperationFuser, Step, str]]:
+    """Every step of a run in the model that a rule takes there; with its run, and what its ops are called."""
+    for module in model.modules():
+        for run in module.groups() if isinstance(module, Sequential) else ():
+            if isinstance(run, OperationFuser):
+                made = run.plan(machine, use.autocast, use.recipe)
+                for step in made.steps:
+                    if step.rule is not None:
+                        yield run, step, ", ".join(op.title for op in made.chain.ops[step.start : step.stop])
 
 
 def _rehearse(run: OperationFuser, use: Use) -> None:

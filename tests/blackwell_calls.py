@@ -109,6 +109,7 @@ CALLS: dict[str, tuple[catalog.Kernel, Call]] = {
         partial(glu, mxfp8(M, H), mxfp8(E, 2 * WIDTH, H), ENDS, OTHER_CLAMP, PROBS, B1, act_dtype=E4M3),
     ),
     "MXFP8 quant": (MX["gemm"], partial(quant, mxfp8(M, WIDTH), mxfp8(E, H, WIDTH), ENDS)),
+    "MXFP8 quant: bias": (MX["gemm"], partial(quant, mxfp8(M, WIDTH), mxfp8(E, H, WIDTH), ENDS, B2)),
     "MXFP8 quant: bias, scale": (MX["gemm"], partial(quant, mxfp8(M, WIDTH), mxfp8(E, H, WIDTH), ENDS, B2, PROBS)),
     "MXFP8 quant: input gradient": (
         MX["gemm"],

@@ -44,8 +44,6 @@ def quant(
         "prob": bias_scale if bias is not None else None,  # without a bias theirs multiplies the product
         "d_col": None, "sfd_row": None, "sfd_col": None, "norm_const": None, "amax": None,
     }  # fmt: skip
-    if bias is not None and bias_scale is None:
-        operands["prob"] = ones(rows, device)
     if quantised:
         y: Tensor | Quantised = empty_quantised(rows, n, dtype, x)
         (operands["d"], operands["sfd_row"]), (operands["d_col"], operands["sfd_col"]) = y

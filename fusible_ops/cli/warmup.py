@@ -19,7 +19,12 @@ import fusible_ops
 from cute_kernels.target import KNOWN_ARCHS
 from fusible_ops.cli.models import DTYPES, HELP, RECIPES, load, positive
 from fusible_ops.meta_run import Use
-from fusible_ops.warmup import Compiled, compile_pack, kernels_of
+from fusible_ops.warmup import Compiled, compile_pack, compiled_at_first_call, kernels_of
+
+AT_FIRST_CALL = (
+    "cuDNN Frontend cannot save kernels, so every process compiles these at their first call, 1 to 5 s each: run a "
+    "step before a clock is started or a CUDA graph captured"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,15 +52,18 @@ def run(arguments: argparse.Namespace) -> int:
         autocast=DTYPES.get(arguments.autocast),
         recipe=getattr(fusible_ops, arguments.recipe)() if arguments.recipe else None,
     )
-    specs = kernels_of(load(arguments.model), arguments.arch, use)
-    if not specs:
-        print(
-            f"{arguments.model} needs no kernels of ours on {arguments.arch}: nothing is fused there (`explain` says "
-            "why), or by cuDNN Frontend, whose kernels every process compiles anew at the first call"
-        )
+    model = load(arguments.model)
+    specs, later = kernels_of(model, arguments.arch, use), compiled_at_first_call(model, arguments.arch, use)
+    if not specs and not later:
+        print(f"{arguments.model} needs no kernels on {arguments.arch}: nothing is fused there (`explain` says why)")
         return 1
     if arguments.list:
-        print(*(f"{module} {options}" for module, options, _ in specs), sep="\n")
+        print(*(f"{module} {options}" for module, options, _ in specs), sep="\n", end="\n" if specs else "")
+    if later:
+        print(AT_FIRST_CALL)
+        for title, kernels in later:
+            print(f"  {title}", *(f"    {bound.kernel.name}  {bound.use}" for bound in kernels), sep="\n")
+    if arguments.list or not specs:
         return 0
     bar, began = Bar(len(specs)), time.perf_counter()
     made = compile_pack(specs, arguments.out, arguments.jobs, bar.advance)

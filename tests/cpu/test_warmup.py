@@ -23,7 +23,7 @@ from fusible_ops import warmup
 from fusible_ops.cli import COMMANDS, main
 from fusible_ops.cli.models import load, mlp
 from fusible_ops.meta_run import Use
-from fusible_ops.warmup import compile_pack, kernels_of
+from fusible_ops.warmup import compile_pack, compiled_at_first_call, kernels_of
 
 ARCH = "sm_90a"
 
@@ -92,6 +92,21 @@ def test_every_sequential_of_a_model_counts_and_others_do_not():
     both = kernels_of(model)
     assert both[: len(alone)] == alone and len(both) > len(alone)
     assert kernels_of(nn.Linear(8, 8)) == []
+
+
+@pytest.mark.parametrize("recipe", [None, ops.MXFP8BlockScaling()], ids=["bf16", "mxfp8"])
+def test_what_cudnn_frontend_compiles_is_named_and_left_to_the_first_call(recipe: ops.Recipe | None):
+    """All of it and nothing else, step by step; on Hopper there is nothing of the kind."""
+    packed = mlp(128, 256, 8, act={"glu_interleave_size": 32})
+    assert kernels_of(packed, "sm_100a", Use(recipe=recipe)) == []
+    ((title, kernels),) = compiled_at_first_call(packed, "sm_100a", Use(recipe=recipe))
+    assert title == "GroupedLinear [0], ScaledSwiGLU [1], GroupedLinear [2]"
+    names = [bound.kernel.name.removesuffix("_mxfp8") for bound in kernels]
+    product = "cudnn_gemm" if recipe is None else "cudnn_quant"
+    assert names == ["cudnn_glu", product, "cudnn_dglu", product, "cudnn_wgrad", "cudnn_wgrad"]
+    alone = compiled_at_first_call(mlp(128, 256, 8), "sm_100a", Use(recipe=recipe))
+    assert [title for title, _ in alone] == ["GroupedLinear [0]", "GroupedLinear [2]"]
+    assert compiled_at_first_call(packed, "sm_90a") == [] == compiled_at_first_call(packed, "sm_120a")
 
 
 def test_a_rehearsal_leaves_nothing_behind():
@@ -221,6 +236,19 @@ def test_the_command_is_told_where_the_pack_goes(capsys: pytest.CaptureFixture[s
     assert main(["warmup", "64,32,4"]) == 2
     said = capsys.readouterr()
     assert "--out DIR" in said.err and "--list" in said.err and not said.out
+
+
+def test_on_blackwell_the_command_says_what_no_pack_can_hold(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    for more in (["--list"], ["--out", str(tmp_path / "pack")]):
+        assert main(["warmup", "64,32,4", "--arch", "sm_100a", *more]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith(
+            "cuDNN Frontend cannot save kernels, so every process compiles these at their first call"
+        )
+        assert "\n  GroupedLinear [0]\n    cudnn_gemm  fc forward\n" in said
+    assert not (tmp_path / "pack").exists()
+    assert main(["warmup", "64,32,4", "--arch", "sm_120a", "--list"]) == 1
+    assert "needs no kernels on sm_120a: nothing is fused there" in capsys.readouterr().out
 
 
 def test_python_m_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
