@@ -93,6 +93,8 @@ def layers(device: str, rank: int) -> dict[str, list[Tensor]]:
             state = {f"0.experts.{key}": value for key, value in whole.state_dict().items()}
             own = parallel.part_of(state, EXPERTS, rank, dist.get_world_size())
             part.load_state_dict({key.removeprefix("0.experts."): value for key, value in own.items()})
+            with fused(device):
+                answered(part, batch_of(device, rank, SIZES[rank]))  # kernels are loaded
             for i, sizes in enumerate(BATCHES):
                 with fused(device), free_of_syncs(device, capacity):
                     found[f"{name} {capacity} {i}"] = answered(part, batch_of(device, rank, sizes[rank]))

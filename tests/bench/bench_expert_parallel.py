@@ -7,7 +7,7 @@ Rows travel by `examples/expert_parallel.py` with a fixed capacity, so the host 
 of a rank at once, so experts wait for what arrives. "in halves": the rows of one half travel beside the products of the
 other, on SMs that those hold or leave free: static and dynamic scheduling, each with margins.
 "alone": the experts' own products, on as many rows, and the travel of all rows there and back, forward and backward.
-Forward and backward; milliseconds on the slowest rank; medians of 9, configurations in turn.
+Forward and backward, as after an update of the weights; milliseconds on the slowest rank; medians of 9, in turn.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import fusible_ops as ops
+from fusible_ops import casts
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHAPES = {
@@ -66,17 +67,24 @@ class Layer:
     def share(self, scheduler: str | None, margin: int) -> None:
         self.experts.mlp.scheduler, self.experts.mlp.sm_margin = scheduler, margin
 
+    def update(self) -> None:
+        """As after an optimizer's step: what is kept of the weights is not of these."""
+        for linear in (self.experts.mlp[0], self.experts.mlp[2]):
+            casts.forget(linear.weight_parameters())
+
     def step(self, parts: int) -> None:
         """Forward and backward of all tokens, which travel in so many parts."""
+        self.update()
         self.experts.parts = parts
         torch.autograd.grad(self.experts(self.x)[0], self.wanted, self.dy)
 
     def products(self) -> None:
         """The experts alone, on as many rows as a rank gets if they are spread evenly."""
+        self.update()
         experts = self.experts
         with ops.autocast(enabled=experts.recipe is not None, recipe=experts.recipe):
             y = experts.mlp(self.sorted, self.sizes, self.weights, self.sizes)
-        torch.autograd.grad(y, [self.sorted, *experts.mlp.parameters()], y)
+        torch.autograd.grad(y, [self.sorted, *experts.mlp.parameters()], y.detach())
 
     def travels(self) -> None:
         """The rows there and back, forward and backward, nothing else."""
