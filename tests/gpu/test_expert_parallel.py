@@ -87,7 +87,7 @@ def beside_nccl(device: str, rank: int, times: int) -> dict[str, tuple[int, int]
     model = mlp.build(splits, device, torch.bfloat16, on_unfused="error")
     inputs = Inputs.random(splits, mlp.hidden, device, torch.bfloat16)
     x, dx, y = inputs.x.requires_grad_(), torch.empty_like(inputs.x), torch.empty_like(inputs.x)
-    part = torch.randn(1 << 22, device=device)
+    part = torch.randn(1 << 25, device=device)  # so that it takes about as long as the layer
     whole, side, sizes = part.new_empty(2 * len(part)), torch.cuda.Stream(), splits.tensor(device)
     buffers = {0: {"grad_input": dx}, 2: {"output": y}}
 
