@@ -8,7 +8,8 @@ router and the sorting of rows as in `examples/moe_lm.py`, and the experts' MLP 
 
 ours        this library, in BF16 and under Float8BlockScaling
 unfused     the same ops with fusion off (BF16)
-torch       torch.nn.functional.grouped_mm and a compiled activation (BF16)
+torch       torch.nn.functional.grouped_mm and a compiled activation (BF16); biases by the group of each row, as
+            transformers adds them
 te          Transformer Engine's ops, if installed, in BF16 and under its Float8BlockScaling
 
 all over the same weights. A step is forward and backward of the block, all gradients; weights are quantised in each, as
@@ -377,10 +378,13 @@ class Bench:
 
 def measure(shape: str, s: Shape, only: str, device: str) -> list[dict[str, Any]]:
     """A row for each library: milliseconds of the step, and of the MLP alone."""
+    bench, keeps = Bench(s, only, device, torch.bfloat16), torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # weights are quantised at every step
-    bench = Bench(s, only, device, torch.bfloat16)
-    bench.check(0.2 if only == "fp8" else 0.02)
-    steps, mlps = bench.times(bench.step), bench.times(bench.mlp)
+    try:
+        bench.check(0.2 if only == "fp8" else 0.02)
+        steps, mlps = bench.times(bench.step), bench.times(bench.mlp)
+    finally:
+        torch.set_autocast_cache_enabled(keeps)
     return [
         {"shape": shape, "dtype": only, "library": name, "ms": round(steps[name], 3), "mlp_ms": round(mlps[name], 3)}
         for name in steps

@@ -47,6 +47,7 @@ def test_a_report_and_a_chart(tmp_path: Path) -> None:
     assert [(r["library"], r["dtype"]) for r in rows] == [
         ("ours", "bf16"), ("unfused", "bf16"), ("torch", "bf16"), ("ours", "fp8"),
     ]  # fmt: skip
+    assert torch.is_autocast_cache_enabled(), "a bench leaves things as they were"
     assert min(r[key] for r in rows for key in ("ms", "mlp_ms")) > 0
     rows = [{**r, "ms": ms, "mlp_ms": 1.0} for r, ms in zip(rows, (3.0, 6.0, 4.0, 2.0), strict=True)]
     text = bench_block.report(rows)
