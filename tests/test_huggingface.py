@@ -22,7 +22,7 @@ from tests.places import Place
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from tests import hf_models  # noqa: E402
-from tests.hf_models import VOCABULARY, choices_of, experts_of, small, step, with_lora  # noqa: E402
+from tests.hf_models import VOCABULARY, choices_of, experts_of, load_peft, small, step, with_lora  # noqa: E402
 
 MODELS = list(hf_models.CONFIGS)
 SUMS = 2e-5
@@ -250,6 +250,24 @@ def test_training_steps(place: Place) -> None:
             optimizer.step()
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert losses[0][-1] < losses[0][0] - 0.5
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
+def test_their_trainer_trains_it(tmp_path: Path) -> None:
+    """`Trainer`, told nothing of it: losses as with grouped_mm."""
+    load_peft()  # as it has to be imported; the trainer does so
+    losses = []
+    rows = [{"input_ids": row, "labels": row} for row in tokens(rows=8)]
+    for implementation in (NAME, "grouped_mm"):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True,
+            logging_steps=1, report_to=[], save_strategy="no", seed=3, disable_tqdm=True, learning_rate=1e-2,
+        )  # fmt: skip
+        trainer = transformers.Trainer(small("qwen3", implementation=implementation), arguments, train_dataset=rows)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(losses[0]) == 3 and losses[0][-1] < losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_save_and_load(tmp_path: Path) -> None:

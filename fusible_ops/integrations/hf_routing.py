@@ -15,11 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Routing:
-    """order [S]: for each row its (token, choice), as token·K + choice. places [T, K]: the row of each. splits [G]:
-    rows of each expert. All int64. Rows past the last split belong to no expert here: choices of ids >= G.
+    """order [S]: for each row its (token, choice), as token·K + choice. tokens [S]: the token of each row.
+    places [T, K]: the row of each. splits [G]: rows of each expert. All int64. Rows past the last split belong to no
+    expert here: choices of ids >= G.
     """
 
     order: Tensor
+    tokens: Tensor
     places: Tensor
     splits: Tensor
 
@@ -30,21 +32,17 @@ def route(choices: Tensor, experts: int) -> Routing:
     rows = torch.arange(ids.shape[0], dtype=order.dtype, device=order.device)
     places = torch.empty_like(order).scatter(0, order, rows)
     ends = torch.searchsorted(ids, torch.arange(experts + 1, dtype=ids.dtype, device=ids.device))
-    return Routing(order, places.view(choices.shape), ends.diff())
+    return Routing(order, order // choices.shape[1], places.view(choices.shape), ends.diff())
 
 
 def to_experts(x: Tensor, weights: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """x [T, H] and router weights [T, K] as rows: [S, H] and [S]."""
-    return _ToExperts.apply(x, weights, routing.order, routing.places)
+    return _ToExperts.apply(x, weights, routing.order, routing.tokens, routing.places)
 
 
 def to_tokens(y: Tensor, routing: Routing) -> Tensor:
     """The sum of each token's K rows of y [S, H], in FP32 and rounded once: [T, H]."""
-    return _ToTokens.apply(y, routing.order, routing.places)
-
-
-def _rows(x: Tensor, order: Tensor, choices: int) -> Tensor:
-    return x.index_select(0, order // choices)
+    return _ToTokens.apply(y, routing.tokens, routing.places)
 
 
 def _sums(y: Tensor, places: Tensor) -> Tensor:
@@ -53,27 +51,28 @@ def _sums(y: Tensor, places: Tensor) -> Tensor:
 
 class _ToExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, order: Tensor, tokens: Tensor, places: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(places)
         ctx.set_materialize_grads(False)
-        return _rows(x, order, places.shape[1]), weights.reshape(-1).index_select(0, order)
+        return x.index_select(0, tokens), weights.reshape(-1).index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, drows: Tensor | None, dprobs: Tensor | None) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
         dx = None if drows is None else _sums(drows, places)
         dweights = None if dprobs is None else dprobs.index_select(0, places.reshape(-1)).view(places.shape)
-        return dx, dweights, None, None
+        return dx, dweights, None, None, None
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.choices = places.shape[1]
+    def forward(ctx: Any, y: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
         return _sums(y, places)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return _rows(dout, order, ctx.choices), None, None
+        (tokens,) = ctx.saved_tensors
+        return dout.index_select(0, tokens), None, None

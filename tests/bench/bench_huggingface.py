@@ -9,8 +9,9 @@ weights, a small vocabulary. Prints for each implementation milliseconds, and it
 - `experts`: one experts module, forward and backward, on random tokens and choices;
 - `step`: the whole model, forward, loss and backward (attention is the same for all; no optimizer);
 
-then the most memory that a step asks for, and how many launches one experts module makes. `sonicmoe`, of transformers
-too, wants the package `kernels` and a kernel from the hub.
+then the most memory that a step asks for, and how many launches one experts module makes; and what adding up each
+token's rows takes, as we do it (gather, sum) and by an embedding bag (both at once, without the gathered rows).
+`sonicmoe`, of transformers too, wants the package `kernels` and a kernel from the hub.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from fusible_ops.bench.timing import MIB, medians
 from fusible_ops.integrations import huggingface
+from fusible_ops.integrations.hf_routing import route, to_tokens
 from tests.bench.timing import launches, requested_bytes
 from tests.compare import relative_error
 from tests.hf_models import CONFIGS, experts_of
@@ -122,6 +125,19 @@ def bench(case: Case, name: str, implementations: list[str]) -> None:
         print(f"{name:12s} {each:12s} {count:4d} launches of experts, a step asks for {most:8.0f} MiB", flush=True)
 
 
+def bench_sums(case: Case, name: str) -> None:
+    """Sums of each token's rows: [S, H] to [T, H]."""
+    routing = route(case.choices, case.experts.num_experts)
+    y = torch.randn(routing.order.shape[0], case.x.shape[1], dtype=torch.bfloat16, device=case.x.device)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "gather and sum": lambda: to_tokens(y, routing),
+        "embedding bag": lambda: F.embedding_bag(routing.places, y, mode="sum"),
+    }
+    assert relative_error(ways["embedding bag"](), ways["gather and sum"]()) < 0.01
+    for way, ms in medians(ways).items():
+        print(f"{name:12s} sums     {way:14s} {ms:9.3f} ms", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default=",".join(MODELS))
@@ -143,6 +159,7 @@ def main() -> None:
         if args.compile:
             case.compile()
         bench(case, name, args.implementations.split(","))
+        bench_sums(case, name)
         del case
         torch.cuda.empty_cache()
 
