@@ -297,21 +297,47 @@ def test_models_that_are_not_ours_to_run_are_left_alone(te: Any) -> None:
     assert plugin.fuse(list(pair.theirs), recipe=DelayedScaling()) == list(pair.theirs)
 
 
-def test_under_their_block_scaling(te: Any) -> None:
-    """What our own rules make of the recipe runs on their parameters; other recipes are Transformer Engine's."""
+def under_block_scaling() -> Any:
+    """Their autocast with the recipe, as their fuser sees it."""
     recipe = importlib.import_module("transformer_engine.common.recipe").Float8BlockScaling()
     manager = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
-    pair = Pair(te, "scaled_swiglu", bias=False, width=(128, 128))
-    with ops.autocast(recipe=ops.Float8BlockScaling()):
-        wanted = step(pair.ours, pair.mlp, pair.inputs)
     quantizes = {"is_fp8_enabled": lambda: True, "get_fp8_recipe": lambda: recipe, "is_first_fp8_module": lambda: False}
     if DEVICE == "cpu":
         quantizes["fp8_graph_capturing"] = lambda: False
-    with mock.patch.multiple(manager, **quantizes):
+    return mock.patch.multiple(manager, **quantizes)
+
+
+def test_under_their_block_scaling(te: Any) -> None:
+    """What our own rules make of the recipe runs on their parameters; other recipes are Transformer Engine's."""
+    pair = Pair(te, "scaled_swiglu", bias=False, width=(128, 128))
+    with ops.autocast(recipe=ops.Float8BlockScaling()):
+        wanted = step(pair.ours, pair.mlp, pair.inputs)
+    with under_block_scaling():
         got = pair.train()
         (fused,) = pair.fused()
     assert isinstance(fused, te_fused.FusibleOpsRun) and fused.recipe == ops.Float8BlockScaling()
     assert_alike(got, wanted)
+
+
+def test_weights_that_are_put_away_and_filled_anew(te: Any) -> None:
+    """As FSDP2 does it: shards take their places; they come back where they were, with other values."""
+    pair = Pair(te, bias=False, width=(128, 128))
+    with under_block_scaling():
+        pair.train()
+        for linear in (pair.theirs[0], pair.theirs[2]):
+            for name, gathered in list(linear.named_parameters()):
+                linear._parameters[name] = torch.nn.Parameter(gathered.detach()[:1].clone())
+                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(gathered):
+                    gathered.mul_(0.5)
+                gathered.grad, linear._parameters[name] = None, gathered
+        got = pair.train()
+    with torch.no_grad():
+        for p in pair.ours.parameters():
+            p.mul_(0.5)
+    with ops.autocast(recipe=ops.Float8BlockScaling()):
+        assert_alike(got, step(pair.ours, pair.mlp, pair.inputs))
+    again = pickle.loads(pickle.dumps(pair.theirs[0]._parameters))
+    assert type(again) is type(copy.deepcopy(pair.theirs[0]._parameters)) is dict
 
 
 def test_copies_and_pickles(te: Any) -> None:

@@ -11,13 +11,29 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusible_ops import activations, scaled_activations
+from fusible_ops import activations, casts, scaled_activations
 from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.linear import BasicLinear, Bias, Linear
 from fusible_ops.op import BasicOperation, FusibleOperation
 from fusible_ops.small_ops import Quantize
 
 TE_MODULE = "transformer_engine.pytorch.ops."
+
+
+class Parameters(dict[str, Any]):
+    """An op's parameters, watched as `casts.ParameterOwner` watches ours: FSDP2 writes into the dictionary itself.
+
+    Copies are plain.
+    """
+
+    def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
+        former = self.get(name)
+        if former is not None and former is not param:
+            casts.forget([former])
+        super().__setitem__(name, param)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
 
 @dataclass(frozen=True)
@@ -112,6 +128,8 @@ def counterpart(op: Any) -> BasicOperation | Unlike:
         return Unlike("no rule knows it")
     made = make(op)
     if isinstance(made, BasicOperation):
+        if not isinstance(op._parameters, Parameters):
+            op.__dict__["_parameters"] = Parameters(op._parameters)
         made.__dict__["_parameters"] = op._parameters  # one dictionary: whoever replaces a parameter replaces it here
     return made
 
