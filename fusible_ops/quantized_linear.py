@@ -1,7 +1,8 @@
 """QuantizedLinear: a linear under a recipe, unfused.
 
-The oracle of fused operations that quantise, under any recipe; there are none yet. Its products are those of
-`quantized_products`; the FP8 kernels on Hopper have an oracle of their own, `cute_kernels.fp8_reference`.
+The oracle of fused operations that quantise, under any recipe. Its products are those of `quantized_products`; kernels
+have oracles of their own: `cute_kernels.fp8_reference` on Hopper, `cute_kernels.blackwell.mxfp8_reference` and
+`cute_kernels.blackwell.nvfp4_reference` on Blackwell.
 """
 
 from __future__ import annotations

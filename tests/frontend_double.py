@@ -203,9 +203,8 @@ class GroupedGemmGluHadamardSm100(Operation):
         if given.bias is not None:
             acc = acc + given.bias.T[group].float()
         given.c.copy_(acc)
-        act = (
-            glu_value(*halves(acc), self.settings["act_func"], 1.0, 1.702, 7.0, -7.0) * given.prob[:, None]
-        ).bfloat16()
+        value = glu_value(*halves(acc), self.settings["act_func"], 1.0, 1.702, 7.0, -7.0) * given.prob[:, None]
+        act = value.bfloat16()
         given.d.copy_(act)
         assert self.settings["use_tmem_post_rht_amax"]  # else they rotate without signs
         turned = act.float().T.reshape(act.shape[1], -1, 16) @ given.hadamard.float().T
@@ -213,7 +212,7 @@ class GroupedGemmGluHadamardSm100(Operation):
         ends = given.padded_offsets.tolist()
         for g, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             if end > start:
-                given.amax[g], given.post_rht_amax[g] = act[start:end].abs().max(), turned[:, start:end].max()
+                given.amax[g], given.post_rht_amax[g] = value[start:end].abs().max(), turned[:, start:end].max()
 
 
 class GroupedGemmDgluSm100(Operation):

@@ -204,3 +204,22 @@ def test_never_silently_unfused() -> None:
         with as_if_on(arch):
             plain.forget_plans()
             assert plain(torch.randn(2, 5, 64).bfloat16(), sizes, sizes).shape == (2, 5, 64)
+
+
+@pytest.mark.parametrize("recipe", [ops.MXFP8BlockScaling(), ops.NVFP4BlockScaling()], ids=["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("linear", [ops.GroupedLinear, ops.Linear], ids=lambda linear: linear.__name__)
+def test_never_silently_unfused_under_a_recipe(recipe: ops.Recipe, linear: type) -> None:
+    """The same of a Blackwell's recipes, for MoE and dense layers; 3-D in, 3-D out."""
+    groups = (4,) if linear is ops.GroupedLinear else ()
+    made = [linear(*groups, 64, width, device="cpu", dtype=torch.bfloat16) for width in (128, 64)]
+    model = ops.Sequential(made[0], ops.SwiGLU(), made[1], on_unfused="error")
+    x, extras = torch.randn(2, 5, 64).bfloat16(), [torch.tensor([1, 2, 3, 4])] * 2 * len(groups)
+    reason = "glu_interleave_size is None, needs 32; pack_glu_weights_(interleave=32) does it"
+    assert reason in model.explain("sm_100a", recipe=recipe)
+    with as_if_on("sm_100a"), ops.autocast(recipe=recipe):
+        with pytest.raises(RuntimeError, match="glu_interleave_size is None, needs 32"):
+            model(x, *extras)
+        model.pack_glu_weights_(interleave=32)
+        model.forget_plans()
+        assert model(x, *extras).shape == (2, 5, 64)
+    assert "3 of 3 ops fused" in model.explain("sm_100a", recipe=recipe)

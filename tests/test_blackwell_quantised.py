@@ -25,6 +25,7 @@ from cute_kernels.blackwell.dense import dense_srelu, dense_swiglu, swapped_halv
 from cute_kernels.blackwell.dglu import dglu
 from cute_kernels.blackwell.glu import glu
 from cute_kernels.blackwell.glu_hadamard import glu_hadamard
+from cute_kernels.blackwell.nvfp4_reference import of_stored
 from cute_kernels.blackwell.operands import Operand, Quantised, group_tiles, operand, tiles_of_rows
 from cute_kernels.blackwell.quant import quant
 from cute_kernels.blackwell.rows import PaddedGroups
@@ -224,13 +225,16 @@ def test_results_in_fp8_are_operands_of_weight_gradients(case: Case) -> None:
                        reference.grouped_wgrad(dy.values, values, case.offsets), "dw")  # fmt: skip
 
 
-def test_rotated_maxima_are_those_of_our_rotation(case: Case) -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_rotated_maxima_are_those_of_our_rotation(case: Case, bias: bool) -> None:
+    """And the others those of the activation before it is rounded."""
     x, w = Copy(case.x, nvfp4()), Copy(case.w1, nvfp4())
-    made = glu_hadamard(x.operand, w.operand, case.ends, SWIGLU, case.probs, alpha=alphas(x, w))
+    b = case.b1 if bias else None
+    made = glu_hadamard(x.operand, w.operand, case.ends, SWIGLU, case.probs, b, alphas(x, w))
     turned = rotate(made.act.float().T.contiguous()).abs()
     zero = torch.tensor(0.0)
     for name, got, of in (
-        ("amax", made.amax, lambda s, e: made.act[s:e].float().abs().max()),
+        ("amax", of_stored(made.amax), lambda s, e: made.act[s:e].float().abs().max()),
         ("rotated_amax", made.rotated_amax, lambda s, e: turned[:, s:e].max()),
     ):
         want = torch.stack([of(s, e) if e > s else zero for s, e in _spans(case)])
