@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.activation import Activation
+from cute_kernels.rehearsal import rehearsal
 from fusible_ops import functional
 from fusible_ops.integrations import huggingface
 from fusible_ops.integrations.hf_experts import formula_of
@@ -27,10 +28,12 @@ from tests.models import as_if_on
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
-from tests.hf_models import small
+from tests.bench.bench_huggingface import MODELS
+from tests.hf_models import CONFIGS, experts_of, small
 
 HIDDEN, INTERMEDIATE, EXPERTS = 16, 24, 3
 
@@ -239,6 +242,28 @@ def test_explain_says_what_each_layer_runs() -> None:
     other = huggingface.explain(nn.Sequential(made("mish").bfloat16()), "sm_90a")
     assert "its gate (MishActivation) is none of our activations, so it runs as it is" in other
     assert other.count("1 of 1 ops fused") == 2
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_all_fuses_at_the_widths_of_the_bench(name: str) -> None:
+    """And which kernels run then: with biases those of their gradients too, and of the gradient of their scales."""
+    huggingface.install(on_unfused="error")
+    widths, rows = MODELS[name], 4096
+    sizes = widths.hidden, widths.intermediate, widths.experts, widths.choices
+    with torch.device("meta"):
+        config = CONFIGS[name](1, *sizes, vocab_size=8, **widths.more)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation=NAME)
+    assert huggingface.explain(model, "sm_90a").endswith("3 of 3 ops fused")
+    (experts,) = experts_of(model)
+    with rehearsal("sm_90a") as kernels, torch.device("meta"):
+        x = torch.empty(rows, widths.hidden, dtype=torch.bfloat16, requires_grad=True)
+        weights = torch.empty(rows, widths.choices, dtype=torch.bfloat16, requires_grad=True)
+        y = experts(x, torch.empty(rows, widths.choices, dtype=torch.int64), weights)
+        y.backward(torch.empty_like(y))
+    kinds = [getattr(options, "kind", type(options).__name__) for _, options, *_ in kernels]
+    bias = ["ColumnSumsOptions", "ColumnSumsOptions", "RowDotsOptions"] if name == "gpt_oss" else []
+    wanted = ["GroupOffsetsOptions", "WgradOptions", "act", "dact", "store", "store", *bias]
+    assert sorted(kinds) == sorted(wanted)
 
 
 def experts_of_transformers() -> Iterator[Any]:
