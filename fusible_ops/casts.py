@@ -99,12 +99,23 @@ def forget(*several: Sequence[Tensor]) -> None:
                 del _kept[parameters[0]]
 
 
+def is_shard(p: Tensor | None) -> bool:
+    """Whether p is a DTensor, of which this process holds a part. Told by its name: its module takes long to load."""
+    return type(p).__name__ == "DTensor"
+
+
 class ParameterOwner(nn.Module):
     """A module of which a parameter that another takes the place of loses what is kept of it. FSDP2 so exchanges shards
     and whole parameters, whose memory it frees and fills again where no version counter sees it.
+
+    is_sharded: whether a parameter has been a shard.
     """
 
+    is_sharded = False
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if is_shard(param):
+            self.is_sharded = True
         former = self._parameters.get(name)
         if former is not None and former is not param:
             forget([former])

@@ -10,6 +10,7 @@ from torch import Tensor
 from cute_kernels.activation_reference import rows_of
 from cute_kernels.quantization.formats import Format
 from cute_kernels.quantization.quantize import SOURCES
+from fusible_ops.casts import is_shard
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -100,7 +101,7 @@ def row_scales(owner: str, what: str, scales: Tensor, x: Tensor | None) -> None:
 
 def whole(owner: str, parameters: Sequence[Tensor]) -> None:
     """RuntimeError for a DTensor: a parameter that is sharded and was not gathered."""
-    if any(type(p).__name__ == "DTensor" for p in parameters):
+    if any(map(is_shard, parameters)):
         raise RuntimeError(
             f"{owner}: a parameter is a DTensor, of which this rank holds a part; apply fully_shard to the Sequential "
             "or to a module around it: that gathers the parameters of all ops, which are not called one by one"

@@ -7,7 +7,7 @@ GPUs by NCCL.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -185,7 +185,10 @@ def otherwise(device: str, rank: int) -> dict[str, Any]:
     """What else is done with a sharded model."""
     case, found = Case("fp8", BLOCK), {}
     inputs = case.inputs(HOT, device, 7)
+    inputs.x.requires_grad_()
     with case.running(device):
+        assert eights_saved(lambda: case.forward(sharded(case, device), inputs)) == 0
+        assert eights_saved(lambda: case.forward(case.build(device), inputs)) == 3 * (128 * 128 + 64 * 128)
         model = sharded(case, device)
         y = case.forward(model, inputs)
         y.backward(inputs.dy)
@@ -209,6 +212,20 @@ def otherwise(device: str, rank: int) -> dict[str, Any]:
         with pytest.raises(RuntimeError, match="apply fully_shard to the Sequential"):
             case.forward(alone, inputs)
     return found
+
+
+def eights_saved(run: Callable[[], object]) -> int:
+    """Bytes of weights in FP8 that are kept for backward."""
+    sizes = []
+
+    def pack(t: Tensor) -> Tensor:
+        if t.dtype == torch.float8_e4m3fn and t.dim() == 3:
+            sizes.append(t.numel())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run()
+    return sum(sizes)
 
 
 def all_of_it(device: str, rank: int, folder: Path) -> dict[str, Any]:

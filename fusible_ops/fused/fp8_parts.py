@@ -15,6 +15,7 @@ from cute_kernels.quantization.quantize import Quantized
 from fusible_ops import casts
 from fusible_ops.fused.parts import Contexts, LinearPart, as_rows
 from fusible_ops.groups import Groups, version_of
+from fusible_ops.parameters import Unchanged
 from fusible_ops.quantized_parameters import as_held
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.recipe import Recipe
@@ -53,6 +54,26 @@ def weights_of(
 
     data, scale, *turned = casts.cast(parameters, (format, columnwise, own.transposed, "kernels"), records, make)
     return Fp8Weights(data, scale, *(turned or (None, None)))
+
+
+def kept_of_weights(part: LinearPart, ctxs: Contexts, w: Fp8Weights) -> tuple[Tensor | None, Tensor | None]:
+    """What backward keeps of a linear's weights: the transposed copy. Of sharded ones nothing, it makes that anew
+    when they are gathered again; else all layers of a model would be in memory, in FP8, when backward begins.
+    """
+    own = ctxs[part.at]
+    if w.data_t is None or not part.op.is_sharded or isinstance(own.held.weights[0], QuantizedTensor):
+        return w.data_t, w.scale_t
+    own.unchanged = Unchanged(own.held.weights)
+    return None, None
+
+
+def turned_weights(
+    part: LinearPart, ctxs: Contexts, recipe: Recipe, kernels: Any, data: Tensor | None, scale: Tensor | None
+) -> Turned | None:
+    """The transposed copy in backward, of which `kept_of_weights` kept this; None if the input wants no gradient."""
+    if data is None and ctxs[part.at].input_requires_grad:
+        data, scale = weights_of(part, ctxs, recipe, kernels, True, True)[2:]
+    return turned(data, scale)
 
 
 def copies_of(t: Tensor, groups: Groups, padded: Tensor, format: Format, kernels: Any, *usage: bool) -> Fp8Copies:

@@ -11,11 +11,13 @@ from fusible_ops.fused.fp8_parts import (
     as_quantized_tensor,
     copies_of,
     graded,
+    kept_of_weights,
     padded_groups,
     plain_rows,
     power_of_two,
     put_grads,
     turned,
+    turned_weights,
     weights_of,
 )
 from fusible_ops.fused.parts import (
@@ -71,7 +73,8 @@ class GroupedLinearFp8(FusedOperation):
             ctx.scales_shape = None if scales is None else scales.shape
             ctx.unchanged = read_by_backward(ctx.held) if passes else None
             kept_bias = bias if self.fc.wants_dscales(ctxs) else None
-            ctx.save_for_backward(groups.offsets, padded, rows, kept_bias, x.data_t, x.scale_t, w.data_t, w.scale_t)
+            kept = kept_of_weights(self.fc, ctxs, w)
+            ctx.save_for_backward(groups.offsets, padded, rows, kept_bias, x.data_t, x.scale_t, *kept)
         return like_rows_of(y, input_), [()] * len(ctxs)
 
     def fuser_backward(
@@ -81,8 +84,8 @@ class GroupedLinearFp8(FusedOperation):
         assert recipe is not None
         grads, extra_grads = no_grads(ctxs)
         offsets, padded, rows, bias, *kept = ctx.take_saved()
-        x, w = turned(*kept[:2]), turned(*kept[2:])
         kernels = ctx.kernels
+        x, w = turned(*kept[:2]), turned_weights(self.fc, ctxs, recipe, kernels, *kept[2:])
         groups, format = Groups(offsets, ctx.splits, ctx.version), recipe.operand_format("grad_output")
         dy, db = graded(self.fc, ctxs, kernels, grad_output, groups, padded, format, rows, w is not None, x)
         put_grads(self.fc, ctxs, grads, kernels, turned(dy.data_t, dy.scale_t), x, padded, db)
@@ -152,8 +155,8 @@ class GroupedLinearActivationFp8(FusedOperation):
             ctx.splits, ctx.version, ctx.input_shape = groups.splits, groups.version, input_.shape
             ctx.probs_shape = None if probs is None else probs.shape
             ctx.unchanged = read_by_backward(ctx.held) if passes else None
-            turned_copies = (x.data_t, x.scale_t, w.data_t, w.scale_t)
-            ctx.save_for_backward(groups.offsets, padded, preact, rows, *turned_copies)
+            kept = kept_of_weights(self.fc, ctxs, w)
+            ctx.save_for_backward(groups.offsets, padded, preact, rows, x.data_t, x.scale_t, *kept)
         width = self.fc.out_features // self.act.op.activation.halves
         return as_quantized_tensor(act, (*input_.shape[:-1], width), format, groups), [()] * len(ctxs)
 
@@ -164,8 +167,8 @@ class GroupedLinearActivationFp8(FusedOperation):
         assert recipe is not None
         grads, extra_grads = no_grads(ctxs)
         offsets, padded, preact, rows, *kept = ctx.take_saved()
-        x, w = turned(*kept[:2]), turned(*kept[2:])
         grad, kernels = plain_rows(grad_output), ctx.kernels
+        x, w = turned(*kept[:2]), turned_weights(self.fc, ctxs, recipe, kernels, *kept[2:])
         groups, format = Groups(offsets, ctx.splits, ctx.version), recipe.operand_format("grad_output")
         dpreact, dprobs = kernels.dact(
             grad, preact, offsets, rows, self.act.op.activation, need_dprobs=self.act.wants_dprobs(ctxs)

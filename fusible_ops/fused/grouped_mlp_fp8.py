@@ -11,11 +11,13 @@ from fusible_ops.basic import Quantize
 from fusible_ops.fused.fp8_parts import (
     copies_of,
     graded,
+    kept_of_weights,
     padded_groups,
     plain_rows,
     power_of_two,
     put_grads,
     turned,
+    turned_weights,
     weights_of,
 )
 from fusible_ops.fused.parts import (
@@ -117,7 +119,8 @@ class GroupedMLPFp8(FusedOperation):
             ctx.scales_shape = None if scales is None else scales.shape
             for own, passes in ((ctx, passes1), (ctxs[self.fc2.at], passes2)):
                 own.unchanged = read_by_backward(own.held) if passes else None
-            turned_copies = (x.data_t, x.scale_t, act.data_t, act.scale_t, w1.data_t, w1.scale_t, w2.data_t, w2.scale_t)
+            kept1, kept2 = kept_of_weights(self.fc1, ctxs, w1), kept_of_weights(self.fc2, ctxs, w2)
+            turned_copies = (x.data_t, x.scale_t, act.data_t, act.scale_t, *kept1, *kept2)
             kept_bias = bias2 if self.fc2.wants_dscales(ctxs) else None
             ctx.save_for_backward(offsets, padded, preact, rows, factors, kept_bias, *turned_copies)
         return like_rows_of(y, input_), [()] * len(ctxs)
@@ -131,9 +134,11 @@ class GroupedMLPFp8(FusedOperation):
             return self.unfused.backward(ctxs, grad_output, grads, extra_grads), grads, extra_grads
         assert recipe is not None
         offsets, padded, preact, rows, factors, bias2, *kept = ctx.take_saved()
-        x, act, w1, w2 = (turned(*kept[i : i + 2]) for i in range(0, 8, 2))
-        del kept
         kernels = ctx.kernels
+        x, act = turned(*kept[:2]), turned(*kept[2:4])
+        w1 = turned_weights(self.fc1, ctxs, recipe, kernels, *kept[4:6])
+        w2 = turned_weights(self.fc2, ctxs, recipe, kernels, *kept[6:])
+        del kept
         groups, format = Groups(offsets, ctx.splits, ctx.version), recipe.operand_format("grad_output")
         dy, db = graded(self.fc2, ctxs, kernels, grad_output, groups, padded, format, factors, w2 is not None, act)
         if self.fc2.wants_dscales(ctxs):
