@@ -6,7 +6,9 @@ Hopper GPU, plain and under recipes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import fusible_ops as ops
 from fusible_ops.quantized_tensor import quantized
 from patterns import RULES
 from tests.cases import Splits
-from tests.compare import assert_bitwise_equal
+from tests.compare import assert_as_accurate, assert_bitwise_equal
 from tests.models import MLP, Inputs, as_if_on, no_host_sync, step
 from tests.places import PLACES, RECIPE_PLACES, Place
 
@@ -223,3 +225,46 @@ def test_never_silently_unfused_under_a_recipe(recipe: ops.Recipe, linear: type)
         model.forget_plans()
         assert model(x, *extras).shape == (2, 5, 64)
     assert "3 of 3 ops fused" in model.explain("sm_100a", recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", [None, ops.MXFP8BlockScaling()], ids=["bf16", "mxfp8"])
+def test_gate_and_up_interleave_and_checkpoints(recipe: ops.Recipe | None) -> None:
+    """Stored rows stay [gate | up]; one call packs them in memory, and what a model computes stays the same."""
+    torch.manual_seed(0)
+    mlp = MLP("scaled_swiglu", hidden=64, intermediate=64, bias=True)
+    splits = Splits("small", (30, 34), 70)
+    model = mlp.build(splits, "cpu", torch.bfloat16)
+    inputs = Inputs.random(splits, 64, "cpu", torch.bfloat16)
+
+    def y(model: ops.Sequential) -> torch.Tensor:
+        with ops.autocast(recipe=recipe) if recipe else nullcontext():
+            return step(model, mlp, inputs)["y"]
+
+    plain, stored = y(model), copy.deepcopy(model.state_dict())
+    model.pack_glu_weights_(interleave=32)
+    for key, value in model.state_dict().items():
+        assert_bitwise_equal(value, stored[key], key)
+    assert_bitwise_equal(y(model), plain, "unfused, packed")
+    with as_if_on("sm_100a"):
+        fused = y(model)
+        assert "3 of 3 ops fused" in model.explain("sm_100a", recipe=recipe)
+    assert_as_accurate(fused, plain, plain.float(), "fused, packed")
+    for packed in (False, True):  # save -> load -> save
+        other = mlp.build(splits, "cpu", torch.bfloat16)
+        other = other.pack_glu_weights_() if packed else other
+        other.load_state_dict(model.state_dict())
+        assert_bitwise_equal(y(other), plain, "loaded")
+        for key, value in other.state_dict().items():
+            assert_bitwise_equal(value, stored[key], key)
+    with torch.no_grad():
+        for p in model[0].weight_parameters():
+            p.copy_(model[0].packing.into_memory(torch.arange(128.0)[:, None].expand(128, 64), 0))
+    rows = [int(row) for row in model[0].weight_parameters()[0][:, 0]]
+    assert rows == [*range(32), *range(64, 96), *range(32, 64), *range(96, 128)]
+    with pytest.raises(ValueError, match="is packed already"):
+        model.pack_glu_weights_()
+    odd = MLP("scaled_swiglu", hidden=64, intermediate=80).build(splits, "cpu", torch.bfloat16)
+    with pytest.raises(ValueError, match="has 80 gate columns, needs a multiple of 32"):
+        odd.pack_glu_weights_()
+    pairwise = MLP("scaled_swiglu", 64, 64, interleave=1).build(splits, "cpu", torch.bfloat16)
+    assert "3 of 3 ops fused" in pairwise.explain("sm_90a")

@@ -12,6 +12,7 @@ import fusible_ops as ops
 from fusible_ops.packing import follow_packing, pack_glu_weights_
 from tests.cases import Splits
 from tests.compare import assert_as_accurate, assert_bitwise_equal
+from tests.house.sources import ROOT
 from tests.models import MLP, Inputs, as_if_on, step
 
 SPLITS = Splits("three", (5, 0, 9), 16)
@@ -190,6 +191,35 @@ def test_a_packed_model_is_planned_anew() -> None:
     assert "grouped_mlp_sm100" in m.explain("sm_100a") and "3 of 3 ops fused" in m.explain("sm_100a")
     with as_if_on("sm_100a"):
         copy.deepcopy(m)(torch.randn(16, 64).bfloat16(), *_extras())
+
+
+NOT_PACKED = "glu_interleave_size is None, needs 32; pack_glu_weights_(interleave=32) does it"
+RECIPES = {"": None, "mxfp8_": ops.MXFP8BlockScaling(), "nvfp4_": ops.NVFP4BlockScaling()}
+
+
+@pytest.mark.parametrize("format", RECIPES)
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "dense"])
+def test_what_explain_says_on_blackwell_before_and_after(grouped: bool, format: str) -> None:
+    """The interleave is the first condition named; packed, the whole chain is fused. The page on Blackwell has the
+    table.
+    """
+    factory, recipe = {"device": "cpu", "dtype": torch.bfloat16}, RECIPES[format]
+    if grouped:
+        mlp = MLP("scaled_swiglu", hidden=64, intermediate=64).build(SPLITS, "cpu", torch.bfloat16)
+    else:
+        mlp = ops.Sequential(ops.Linear(64, 128, **factory), ops.SwiGLU(), ops.Linear(64, 64, **factory))
+    rule = f"{'grouped_mlp' if grouped else 'mlp'}_{format}sm100"
+    told = mlp.explain("sm_100a", recipe=recipe).splitlines()
+    after = told[next(i for i, line in enumerate(told) if line.startswith("unfused: ")) + 1]
+    assert after.split()[:2] == ["x", rule] and after.endswith(NOT_PACKED)
+    alone = [line.partition(":")[0] for line in told if line.startswith("grouped_linear")]
+    assert alone == [f"grouped_linear_{format}sm100"] * (2 if grouped else 0)
+    assert told[-1] == f"{len(alone)} of 3 ops fused"
+    told = mlp.pack_glu_weights_().explain("sm_100a", recipe=recipe).splitlines()
+    assert told[1].startswith(f"{rule}: ") and told[-1] == "3 of 3 ops fused"
+    page = (ROOT / "docs" / "blackwell.md").read_text()
+    before = ", ".join(f"`{name}`" for name in alone[:1]) or "unfused"
+    assert f"| {before} | `{rule}` |\n" in page
 
 
 def _extras() -> list[Tensor]:

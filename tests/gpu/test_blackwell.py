@@ -187,6 +187,56 @@ def test_dense_layer(activation: Callable, recipe: ops.Recipe) -> None:
 
 
 @EACH
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+def test_linear_alone(splits: Splits, recipe: ops.Recipe | None) -> None:
+    """The same of a grouped linear by itself, with a bias that is scaled in each row."""
+    common = {"bias": True, "scale_bias": True, "device": "cuda", "dtype": torch.bfloat16}
+    model = ops.Sequential(ops.GroupedLinear(splits.groups, HIDDEN, WIDTH, **common), on_unfused="error")
+    plain = copy.deepcopy(model)
+    plain.rules, plain.on_unfused = (), "allow"
+    x, dy, scales = bf16(splits.rows, HIDDEN), bf16(splits.rows, WIDTH), torch.rand(splits.rows, device="cuda")
+    for t in (x, dy, scales):
+        t[splits.used :] = float("nan")
+
+    def run(model: ops.Sequential, dtype: torch.dtype, recipe: ops.Recipe | None) -> dict[str, Tensor]:
+        model.zero_grad()
+        given, factors = x.clone().to(dtype).requires_grad_(), scales.clone().requires_grad_()
+        with under(recipe):
+            y = model(given, splits.tensor("cuda", torch.int32), factors)
+        y.backward(dy.to(dtype))
+        return {"y": y.detach(), "dx": given.grad, "dscales": factors.grad} | {
+            name: p.grad for name, p in model.named_parameters()
+        }
+
+    run(model, torch.bfloat16, recipe)
+    with no_host_sync("cuda"):
+        fused = run(model, torch.bfloat16, recipe)
+    unfused = run(plain, torch.bfloat16, recipe)
+    exact = run(copy.deepcopy(plain).float(), torch.float32, None)
+    for name, value in fused.items():
+        assert_as_accurate(value, unfused[name], exact[name].to(value.dtype).float(), name)
+    for name in ("y", "dx", "dscales"):
+        assert (fused[name][splits.used :] == 0).all(), f"{name} is not zero in the tail"
+
+
+@EACH
+@pytest.mark.parametrize("activation", ["swiglu", "scaled_swiglu"])
+def test_sums_by_atomics(activation: str, recipe: ops.Recipe | None) -> None:
+    """`deterministic=False`: no less accurate than unfused in the same recipe."""
+    splits = SPLITS[2]
+    mlp = MLP(activation, HIDDEN, WIDTH, bias=True, interleave=32)
+    model = mlp.build(splits, "cuda", torch.bfloat16, on_unfused="error", deterministic=False)
+    plain = copy.deepcopy(model)
+    plain.rules, plain.on_unfused = (), "allow"
+    inputs = Inputs.random(splits, HIDDEN, "cuda", torch.bfloat16)
+    with under(recipe):
+        fused, unfused = step(model, mlp, inputs), step(plain, mlp, inputs)
+    exact = step(copy.deepcopy(plain).float(), mlp, inputs.to(torch.float32))
+    for name, value in fused.items():
+        assert_as_accurate(value, unfused[name], exact[name].to(value.dtype).float(), name)
+
+
+@EACH
 def test_the_same_bits_run_after_run(recipe: ops.Recipe | None) -> None:
     """500 runs: the race of NVIDIA/cudnn-frontend#652 showed in a few of a hundred."""
     splits = full("eight", *[1024] * 8)
