@@ -86,6 +86,15 @@ def test_the_default_asks_for_none_that_atomics_make(recipe: ops.Recipe | None) 
         assert made.settings["_deterministic"] or made.samples["prob"].unique().tolist() == [1.0]
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_squared_relu_s_dprobs_are_never_made_by_atomics(deterministic: bool) -> None:
+    """Its kernel has a value for each tile too, so nothing would be gained."""
+    mlp = MLP("scaled_srelu", 64, 32)
+    results(build(mlp, on_unfused="error", deterministic=deterministic), MXFP8, mlp=mlp)
+    (made,) = [made for made in Operation.made if type(made).__name__ == "GroupedGemmDsreluSm100"]
+    assert made.settings["deterministic"] is True and made.samples["dprob_workspace"] is not None
+
+
 @RECIPES
 def test_only_what_is_wanted_is_summed(recipe: ops.Recipe | None) -> None:
     """Without a bias no dbias; and MXFP8's dprobs then stay one for each tile, which costs nothing."""
