@@ -192,6 +192,23 @@ def test_gradients_are_rounded_at_random_right_in_the_mean_and_again_alike() -> 
         assert relative_error(steps.mean(0), exact[name]) < relative_error(steps[0], exact[name]), name
 
 
+@pytest.mark.parametrize("trains", [(True, True), (False, True), (True, False)], ids=str)
+def test_as_many_random_states_are_drawn_as_unfused(trains: tuple[bool, bool]) -> None:
+    """So whatever is drawn after a layer does not depend on whether it is fused."""
+    mlp = MLP("scaled_swiglu", 64, 32)
+    model, sizes = build(mlp, TAIL), TAIL.tensor("cpu")
+    for linear, wants in zip((model[0], model[2]), trains, strict=True):
+        linear.requires_grad_(wants)
+    after = []
+    for arch in ("sm_100a", "cpu"):
+        model.on_unfused = "error" if arch != "cpu" else "allow"
+        torch.manual_seed(3)
+        with as_if_on(arch), ops.autocast(recipe=RANDOM):
+            model(torch.randn(512, 64).bfloat16(), *mlp.extras(sizes, torch.rand(512))).sum().backward()
+        after.append(torch.rand(4))
+    assert_bitwise_equal(*after)
+
+
 def test_a_repeated_forward_repeats_the_bits() -> None:
     """Activation checkpointing restores the generator: gradients are those of a step without it."""
     mlp = MLP("scaled_swiglu", 64, 32)
