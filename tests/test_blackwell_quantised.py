@@ -337,6 +337,26 @@ def test_limits_are_those_of_the_catalogue(case: Case, activation: Activation, t
         dglu(dy, weight, case.ends, case.preact, activation, case.probs, dpreact_dtype=E4M3)
 
 
+def test_constants_are_asked_for_whatever_was_built_before(case: Case) -> None:
+    """Theirs has no key for what it has built in: a ReLU would run as a squared one, another clamp as its own."""
+    x, w = Copy(case.x, nvfp4()), Copy(case.w1, nvfp4())
+    given, alpha = (x.operand, w.operand, case.ends), alphas(x, w)
+    srelu(*given, SRELU, case.probs, alpha=alpha)
+    with pytest.raises(ValueError, match="activation is relu, needs srelu or tanh_srelu"):
+        srelu(*given, Activation("relu"), case.probs, alpha=alpha)
+    glu_hadamard(*given, Activation("clamped_swiglu", 7.0, 1.702, 1.0), case.probs, alpha=alpha)
+    with pytest.raises(ValueError, match=r"limit is 5.0, needs 7.0 with clamped_swiglu"):
+        glu_hadamard(*given, CLAMPED, case.probs, alpha=alpha)
+
+
+def test_two_operands_that_do_not_fit_are_refused(case: Case) -> None:
+    x, w = Copy(case.x, mxfp8()).operand, Copy(case.w1, nvfp4()).operand
+    with pytest.raises(ValueError, match="x is mxfp8 and has 160 columns, weight nvfp4 and 160"):
+        quant(x, w, case.ends)
+    with pytest.raises(ValueError, match="x is mxfp8 and has 160 columns, weight mxfp8 and 96"):
+        quant(x, Copy(case.w2, mxfp8()).operand, case.ends)
+
+
 def test_narrow_widths_are_refused(case: Case) -> None:
     x, w = Copy(case.x[:, :48].repeat(1, 1), nvfp4()), Copy(case.w1[:, :, :48].contiguous(), nvfp4())
     with pytest.raises(ValueError, match="cudnn_quant_nvfp4: K is 48, needs a multiple of 32"):
