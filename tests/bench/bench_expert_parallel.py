@@ -1,6 +1,7 @@
 """The experts of a MoE layer on several GPUs: a training step's time, and what scheduling and margins are for there.
 
     torchrun --standalone --nproc-per-node 2 -m tests.bench.bench_expert_parallel --json FILE       on GPUs
+    python -m tests.bench.bench_expert_parallel                     on one GPU: rows travel in its own memory
     python -m tests.bench.bench_expert_parallel --json FILE --plot FILE.png                         anywhere: draws it
 
 Rows travel by `examples/expert_parallel.py` with a fixed capacity, so the host waits for nothing. "in one": all tokens
@@ -192,11 +193,10 @@ def main() -> None:
         report = json.loads(args.json.read_text())
         plot(report["rows"], report["heading"], args.plot)
         return
-    if not dist.is_torchelastic_launched():
-        parser.error("start it with torchrun, a process for each GPU")
     has_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if has_gpu else "gloo")
-    device = torch.device("cuda", dist.get_node_local_rank()) if has_gpu else torch.device("cpu")
+    alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if has_gpu else "gloo", **alone)
+    device = torch.device("cuda", dist.get_node_local_rank(0)) if has_gpu else torch.device("cpu")
     if has_gpu:
         torch.cuda.set_device(device)
     name = torch.cuda.get_device_name() if has_gpu else "CPU"
