@@ -83,4 +83,6 @@ SM100 = {
 """(Kind of linear, format, what distinguishes the activation) -> an MLP for Blackwell."""
 FFN_FP8 = replace(FFN, recipe=FP8_BLOCKS)
 FFN_ACTIVATION_QUANTIZE_FP8 = replace(FFN_ACTIVATION_QUANTIZE, recipe=FP8_BLOCKS)
+FFN_LINEAR_MXFP8 = replace(FFN_LINEAR, recipe=MXFP8)
+FFN_LINEAR_NVFP4 = replace(FFN_LINEAR, recipe=NVFP4)
 FFN_LINEAR_FP8 = replace(FFN_LINEAR, recipe=FP8_BLOCKS)

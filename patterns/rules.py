@@ -115,6 +115,19 @@ def _sm100_rules() -> tuple[Rule, ...]:
     return tuple(made)
 
 
+def _sm100_linears() -> tuple[Rule, ...]:
+    """Linears alone on Blackwell under the same recipes. Without one a dense linear is PyTorch's."""
+    made = []
+    for format, recipe, grouped, dense in (
+        ("mxfp8", _MXFP8, examples.MOE_LINEAR_MXFP8, examples.FFN_LINEAR_MXFP8),
+        ("nvfp4", _NVFP4, examples.MOE_LINEAR_NVFP4, examples.FFN_LINEAR_NVFP4),
+    ):
+        for kind, example in (("grouped_linear", grouped), ("linear", dense)):
+            pattern, row = (slot("fc", kind),), f"{kind}_{format}_sm100"
+            made.append(Rule(row, pattern, recipe, PADDED_LINEAR_SCALED, sm100_linear(format), example))
+    return tuple(made)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The table
 
@@ -240,22 +253,7 @@ RULES: tuple[Rule, ...] = (
         kernels=FP8_LINEAR_KERNELS,
         example=examples.FFN_LINEAR_FP8,
     ),
-    Rule(
-        name="grouped_linear_mxfp8_sm100",
-        pattern=(slot("fc", "grouped_linear"),),
-        guards=_MXFP8,
-        program=PADDED_LINEAR_SCALED,
-        kernels=sm100_linear("mxfp8"),
-        example=examples.MOE_LINEAR_MXFP8,
-    ),
-    Rule(
-        name="grouped_linear_nvfp4_sm100",
-        pattern=(slot("fc", "grouped_linear"),),
-        guards=_NVFP4,
-        program=PADDED_LINEAR_SCALED,
-        kernels=sm100_linear("nvfp4"),
-        example=examples.MOE_LINEAR_NVFP4,
-    ),
+    *_sm100_linears(),
     Rule(
         name="grouped_linear",
         pattern=(slot("fc", "grouped_linear"),),

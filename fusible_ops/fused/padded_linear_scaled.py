@@ -1,4 +1,4 @@
-"""A grouped linear alone in MXFP8 or NVFP4 on Blackwell."""
+"""A linear alone in MXFP8 or NVFP4 on Blackwell."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from fusible_ops.recipe import Recipe
 
 
 class PaddedLinearScaled(FusedOperation):
-    """y = x W_gᵀ (+ s·b_g), grouped, under `MXFP8BlockScaling` or `NVFP4BlockScaling`: what `QuantizedLinear` means, on
-    rows padded as in `PaddedLinear`.
+    """y = x W_gᵀ (+ s·b_g), grouped or dense, under `MXFP8BlockScaling` or `NVFP4BlockScaling`: what `QuantizedLinear`
+    means, on rows padded as in `PaddedLinear`.
 
     Forward: quantise x; product. Backward: quantise dy; the weight gradient; the input's gradient. Weights are
     quantised and kept as in `PaddedMLPScaled`, and so is x. An input that is quantised already runs as it does unfused.
@@ -59,7 +59,7 @@ class PaddedLinearScaled(FusedOperation):
             return self.unfused.forward(ctxs, input_, extras, basic_op_kwargs)
         dtype, recipe = checked_dtype(self.fc.op, ctx, input_), ctx.recipe
         assert recipe is not None
-        records = ctx.requires_grad
+        records = ctxs[-1].requires_grad
         trains, passes = (records and flag for flag in (ctx.wants[0], ctx.input_requires_grad))
         rows, scales = _rows(input_), self.fc.scales(extras)
         groups = PaddedGroups(self.fc.offsets(ctx.formulas, rows.shape[0], extras), rows.shape[0])

@@ -270,6 +270,33 @@ def test_leading_dimensions_and_fp32_weights(recipe: ops.Recipe | None) -> None:
             assert not fused.any() and not unfused.any()
 
 
+@pytest.mark.parametrize("recipe", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("frozen", [None, "weight", "bias", "x"])
+def test_dense(recipe: ops.Recipe, frozen: str | None) -> None:
+    """One group that holds every row, whatever is frozen; 3-D in, 3-D out. In BF16 it is PyTorch's."""
+    made = ops.Linear(64, 96, bias=True, device="cpu", dtype=torch.bfloat16)
+    if frozen in ("weight", "bias"):
+        getattr(made, frozen).requires_grad_(False)
+    model = ops.Sequential(made, on_unfused="error")
+    assert model.explain("sm_100a").endswith("0 of 1 ops fused")
+    assert model.explain("sm_100a", recipe=recipe).splitlines()[1].startswith("linear_")
+    x, dy, results = torch.randn(2, 65, 64).bfloat16(), torch.randn(2, 65, 96).bfloat16(), []
+    for arch, dtype in (("sm_100a", torch.bfloat16), ("cpu", torch.bfloat16), ("cpu", torch.float32)):
+        model.to(dtype)
+        model.on_unfused = "error" if arch != "cpu" else "allow"
+        model.zero_grad()
+        leaf = x.clone().to(dtype).requires_grad_(frozen != "x")
+        with as_if_on(arch), ops.autocast(recipe=recipe) if dtype != torch.float32 else nullcontext():
+            y = model(leaf)
+        y.backward(dy.to(dtype))
+        assert y.shape == dy.shape
+        found = {"y": y.detach(), "dx": leaf.grad, "dw": made.weight.grad, "db": made.bias.grad}
+        results.append({name: t for name, t in found.items() if t is not None})
+    assert results[0].keys() == results[1].keys() == results[2].keys() and len(results[0]) == 3 + (frozen is None)
+    for name, value in results[0].items():
+        assert_as_accurate(value, results[1][name], results[2][name], name)
+
+
 def test_a_margin(functions: str) -> None:
     """It reaches every kernel but the weight gradient from MXFP8 or NVFP4, which refuses it."""
     if functions != "double":
