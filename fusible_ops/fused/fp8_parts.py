@@ -57,14 +57,19 @@ def weights_of(
 
 
 def kept_of_weights(part: LinearPart, ctxs: Contexts, w: Fp8Weights) -> tuple[Tensor | None, Tensor | None]:
-    """What backward keeps of a linear's weights: the transposed copy. Of sharded ones nothing, it makes that anew
-    when they are gathered again; else all layers of a model would be in memory, in FP8, when backward begins.
+    """What backward keeps of a linear's weights: the transposed copy, or nothing (`made_anew`)."""
+    return (None, None) if w.data_t is not None and made_anew(part, ctxs) else (w.data_t, w.scale_t)
+
+
+def made_anew(part: LinearPart, ctxs: Contexts) -> bool:
+    """Whether backward makes its copy of a linear's weights itself: of sharded ones, once they are gathered again; else
+    all layers of a model would be in memory, in few bits, when backward begins. It then checks that they are the same.
     """
     own = ctxs[part.at]
-    if w.data_t is None or not part.op.is_sharded or isinstance(own.held.weights[0], QuantizedTensor):
-        return w.data_t, w.scale_t
+    if not part.op.is_sharded or isinstance(own.held.weights[0], QuantizedTensor):
+        return False
     own.unchanged = Unchanged(own.held.weights)
-    return None, None
+    return True
 
 
 def turned_weights(

@@ -11,7 +11,14 @@ from cute_kernels.blackwell.rows import PaddedGroups
 from cute_kernels.quantization.formats import Format
 from fusible_ops.fused.fp8_parts import plain_rows
 from fusible_ops.fused.padded_products import padded
-from fusible_ops.fused.padded_scaled_parts import Scaled, products_of, put_own_grads, weights_of
+from fusible_ops.fused.padded_scaled_parts import (
+    Scaled,
+    kept_of_weights,
+    products_of,
+    put_own_grads,
+    turned_weights,
+    weights_of,
+)
 from fusible_ops.fused.parts import checked_dtype, like_rows_of, linear_at, no_grads, row_factor, viewed
 from fusible_ops.fused.unfused import Unfused
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
@@ -74,7 +81,7 @@ class PaddedLinearScaled(FusedOperation):
             ctx.grad_quantizer = self.fc.op.quantizer(recipe, "grad_output", input_.device)
             ctx.save_for_backward(
                 *(products.quantize(x, quantizer, True) if trains else Scaled()),
-                *w_t,
+                *kept_of_weights(self.fc, ctxs, w_t),
                 factors,
                 bias if self.fc.wants_dscales(ctxs) else None,
             )
@@ -88,7 +95,7 @@ class PaddedLinearScaled(FusedOperation):
         if not ctx.is_fused:
             return self.unfused.backward(ctxs, grad_output, grads, extra_grads), grads, extra_grads
         *operands, factors, bias = ctx.take_saved()
-        x, w = Scaled(*operands[:3]), Scaled(*operands[3:])
+        x, w = Scaled(*operands[:3]), turned_weights(self.fc, ctxs, Scaled(*operands[3:]))
         del operands
         groups, products, rows = ctx.groups, products_of(ctx, ctx.groups), _rows(grad_output)
         dy, dx = groups.pad(rows), None

@@ -10,7 +10,15 @@ from torch import Tensor
 from cute_kernels.blackwell.rows import PaddedGroups
 from fusible_ops.fused.fp8_parts import plain_rows
 from fusible_ops.fused.padded_products import padded
-from fusible_ops.fused.padded_scaled_parts import Scaled, products_of, put_grads, put_own_grads, weights_of
+from fusible_ops.fused.padded_scaled_parts import (
+    Scaled,
+    kept_of_weights,
+    products_of,
+    put_grads,
+    put_own_grads,
+    turned_weights,
+    weights_of,
+)
 from fusible_ops.fused.parts import (
     Extras,
     checked_dtype,
@@ -104,8 +112,8 @@ class PaddedMLPScaled(FusedOperation):
                 *(products.quantize(x, quantizer, True) if trains1 else Scaled()),
                 *act_t,
                 preact if passes2 else None,
-                *w1_t,
-                *w2_t,
+                *kept_of_weights(fc1, ctxs, w1_t),
+                *kept_of_weights(fc2, ctxs, w2_t),
                 probs,
                 factors,
                 bias2 if fc2.wants_dscales(ctxs) else None,
@@ -120,7 +128,8 @@ class PaddedMLPScaled(FusedOperation):
         if not ctx.same_splits:
             return self.unfused.backward(ctxs, grad_output, grads, extra_grads), grads, extra_grads
         saved = ctx.take_saved()
-        x, act, w1, w2 = (Scaled(*saved[at : at + 3]) for at in (0, 3, 7, 10))
+        x, act = Scaled(*saved[:3]), Scaled(*saved[3:6])
+        w1, w2 = (turned_weights(part, ctxs, Scaled(*saved[at : at + 3])) for part, at in ((fc1, 7), (fc2, 10)))
         preact, (probs, factors, bias2) = saved[6], saved[13:]
         del saved
         groups, products, rows = ctx.groups, products_of(ctx, ctx.groups), plain_rows(grad_output)

@@ -17,7 +17,7 @@ from cute_kernels.quantization.formats import Format
 from cute_kernels.quantization.quantize import Quantized, quantize
 from cute_kernels.quantization.scale_layout import from_storage
 from fusible_ops import casts
-from fusible_ops.fused.fp8_parts import DTYPE
+from fusible_ops.fused.fp8_parts import DTYPE, made_anew
 from fusible_ops.fused.parts import Contexts, LinearPart, viewed
 from fusible_ops.op import OperationContext, ParamGrads
 from fusible_ops.parameters import as_one
@@ -265,6 +265,20 @@ def weights_of(
     if column.data is not None and not format.transposes:
         column = column._replace(data=column.data.mT)
     return row, column
+
+
+def kept_of_weights(part: LinearPart, ctxs: Contexts, turned: Scaled) -> Scaled:
+    """What backward keeps of a linear's weights: the copy for products that sum over N, or nothing (`made_anew`)."""
+    return Scaled() if turned and made_anew(part, ctxs) else turned
+
+
+def turned_weights(part: LinearPart, ctxs: Contexts, kept: Scaled) -> Scaled:
+    """That copy in backward, of which `kept_of_weights` kept this; none if the input wants no gradient."""
+    own = ctxs[part.at]
+    if kept or not own.input_requires_grad:
+        return kept
+    assert own.recipe is not None
+    return weights_of(part, ctxs, own.recipe.operand_format("weight"), True, True)[1]
 
 
 def _quantized(plain: Tensor, format: Format, columnwise: bool) -> list[Tensor]:

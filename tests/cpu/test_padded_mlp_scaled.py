@@ -322,6 +322,33 @@ def test_weights_stored_by_column_saved_tensors_in_host_memory_and_gradients_tha
         assert_bitwise_equal(got[name].contiguous(), value, name)
 
 
+@each_format
+def test_of_sharded_weights_nothing_is_kept_for_backward(recipe: ops.Recipe) -> None:
+    """The bits of a layer that keeps its copies; a change between forward and backward is seen."""
+    mlp, inputs = MLP("scaled_swiglu", 64, 96, interleave=32), Inputs.random(TAIL, 64, "cpu", torch.bfloat16)
+    model, kept = build(mlp, TAIL), []
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t.dim() == 3 and t.element_size() == 1)
+        return t
+
+    results = []
+    for is_sharded in (False, True):
+        kept.clear()
+        model[0].is_sharded = model[2].is_sharded = is_sharded
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            results.append(fused_step(model, mlp, inputs, recipe))
+        assert any(kept) == (not is_sharded)
+    for name, value in results[0].items():
+        assert_bitwise_equal(results[1][name], value, name)
+    with as_if_on("sm_100a"), ops.autocast(recipe=recipe):
+        y = model(inputs.x.clone().requires_grad_(), *mlp.extras(TAIL.tensor("cpu"), inputs.probs))
+    with torch.no_grad():
+        model[2].weight0.mul_(2)
+    with pytest.raises(RuntimeError, match="changed"):
+        y.backward(inputs.dy)
+
+
 @pytest.mark.parametrize("mode", ["add", "overwrite"])
 @pytest.mark.parametrize("separate", [False, True])
 @each_format
