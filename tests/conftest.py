@@ -27,6 +27,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted}; this is {here}"))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the checks of Blackwell calls noted (`record_property("call", ...)`): each call and its seconds, and what is
+    said of each wrong one.
+    """
+    passed = terminalreporter.getreports("passed")
+    noted = [value for report in passed for name, value in report.user_properties if name == "call"]
+    if noted:
+        terminalreporter.section(f"{len(noted)} calls of cuDNN Frontend, checked without a Blackwell")
+        for line in sorted(map(str, noted)):
+            terminalreporter.write_line(line)
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test starts from the same random state."""

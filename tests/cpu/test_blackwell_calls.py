@@ -32,7 +32,7 @@ def fresh() -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_call_reaches_the_driver(name: str, record_property: Callable[[str, object], None]) -> None:
     check = checked(CALLS[name][1])
-    record_property("seconds", round(check.seconds, 1))
+    record_property("call", f"{name}: {check.seconds:.1f} s, reached the driver")
     assert check.compiled == 1
     assert checked(CALLS[name][1]).compiled == 0
 
@@ -89,10 +89,11 @@ def test_no_operation_keeps_memory_that_two_streams_would_share() -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_call_is_seen(name: str) -> None:
+def test_a_wrong_call_is_seen(name: str, record_property: Callable[[str, object], None]) -> None:
     call, text = WRONG[name]
-    with as_if_on_blackwell(), pytest.raises((ValueError, TypeError, launch.CompileError), match=text):
+    with as_if_on_blackwell(), pytest.raises((ValueError, TypeError, launch.CompileError), match=text) as error:
         call()
+    record_property("call", f"wrong {name}: {str(error.value).splitlines()[0][:120]}")
 
 
 @pytest.mark.parametrize(
