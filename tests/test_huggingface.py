@@ -318,8 +318,7 @@ def test_each_layer_keeps_its_own_calls() -> None:
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo instantiates Functions
-@pytest.mark.parametrize("fused", [False, True], ids=["cpu", "cpu-fused"])
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(("name", "fused"), [("mixtral", False), ("gpt_oss", True)])
 def test_compiled_without_a_break(name: str, fused: bool) -> None:
     torch._dynamo.reset()
     with Place("cpu", fused).context():

@@ -147,7 +147,7 @@ def explain(model: nn.Module, target: str | Target | torch.device | None = None,
     """Which kernel runs what in the experts of each layer, where none does why, and which layers run something else.
 
     Layers that are alike are told together. target: as `fusible_ops.Sequential.explain`; None: the parameters' device.
-    recipe: as under `autocast(recipe=recipe)`.
+    recipe: as under `autocast(recipe=recipe)`; None: as under none. A `torch.autocast` that is active counts.
     """
     texts: dict[str, list[str]] = {}
     for name, module in model.named_modules():

@@ -234,6 +234,9 @@ def test_explain_says_what_each_layer_runs() -> None:
     assert "grouped_mlp: fc1 = GroupedLinear [0], act = ScaledClampedSwiGLU [1], fc2 = GroupedLinear [2]" in text
     assert text.endswith("3 of 3 ops fused")
     assert "needs sm_90a; this is cpu" in huggingface.explain(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert huggingface.explain(model.float(), "sm_90a").endswith("3 of 3 ops fused")
+    assert huggingface.explain(model, "sm_90a").endswith("0 of 3 ops fused")
     model.set_experts_implementation("grouped_mm")
     assert 'GptOssExperts runs "grouped_mm"; model.set_experts_implementation("fusible_ops")' in huggingface.explain(
         model
