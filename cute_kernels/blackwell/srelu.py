@@ -68,7 +68,7 @@ def srelu(
     if rows:
         settings = _settings(activation, x, act_dtype)
         _run("srelu", "GroupedGemmSreluSm100", activation, (experts, n, k), x, operands, settings, sm_margin)
-    return Srelu(preact, act, amax)
+    return Srelu(preact, act, _largest(amax))
 
 
 def dsrelu(
@@ -110,7 +110,12 @@ def dsrelu(
         settings = _settings(activation, dy, dpreact_dtype) | {"deterministic": deterministic}
         sizes = (experts, n, k, slots)
         _run("dsrelu", "GroupedGemmDsreluSm100", activation, sizes, dy, operands, settings, sm_margin)
-    return Dsrelu(dpreact, Operand(act, act_scale), sums.sum((1, 2)) if need_dprobs else None, amax)
+    return Dsrelu(dpreact, Operand(act, act_scale), sums.sum((1, 2)) if need_dprobs else None, _largest(amax))
+
+
+def _largest(amax: Tensor | None) -> Tensor | None:
+    """Once the kernel has run: of a group without rows 0, where it leaves -inf."""
+    return None if amax is None else amax.clamp_(min=0)
 
 
 def _operands(x: Operand, weight: Operand, ends: Tensor, probs: Tensor | None, alpha: Tensor | None) -> dict[str, Any]:

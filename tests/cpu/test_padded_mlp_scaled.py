@@ -109,9 +109,10 @@ def test_what_is_quantised_is_what_unfused_is(activation: str, bias: bool, recip
     compare(MLP(activation, 160, 96, bias=bias, scale_bias=bias, interleave=32), every, recipe, recipe)
 
 
+@pytest.mark.parametrize("activation", ["scaled_swiglu", "scaled_srelu"])
 @pytest.mark.parametrize("recipe", [MXFP8_SQUARE, NVFP4_LINES, NVFP4_STRAIGHT], ids=["32x32", "1x16", "not rotated"])
-def test_other_blocks_and_no_rotation(recipe: ops.Recipe) -> None:
-    compare(MLP("scaled_swiglu", 64, 96), (TAIL,), recipe, recipe)
+def test_other_blocks_and_no_rotation(recipe: ops.Recipe, activation: str) -> None:
+    compare(MLP(activation, 64, 96), (TAIL,), recipe, recipe)
 
 
 @pytest.mark.parametrize("bias", [False, True])
