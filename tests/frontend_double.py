@@ -93,8 +93,10 @@ class Operation:
             out.copy_(result)
             if given.amax is not None:
                 ends = given.padded_offsets.tolist()
+                parts = (result,) if given.amax.shape[1] == 1 else halves(result)  # of dGLU one of each half
                 for g, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-                    given.amax[g] = result[start:end].abs().amax() if end > start else float("-inf")
+                    for i, part in enumerate(parts):
+                        given.amax[g, i] = part[start:end].abs().amax() if end > start else float("-inf")
             return
         assert self.settings["discrete_col_sfd"] and float(given.norm_const) == 1.0
         data, scale, _ = quantize(result, mxfp8())

@@ -170,9 +170,14 @@ def test_glu(case: Case, format: Format, activation: Activation, bias: bool) -> 
     act = activation_forward(reference.deinterleave(exact, 32, 1), activation, case.probs)
     as_accurate(made.preact, exact, "preact")
     assert_is(made.act, act, case.ends, "act")
-    if made.amax is not None:
-        want = [act[s:e].abs().max() if e > s else torch.tensor(0.0) for s, e in _spans(case)]
-        as_accurate(made.amax, torch.stack(want), "amax")
+    assert_is_amax(made.amax, act, case)
+
+
+def assert_is_amax(amax: Tensor | None, of: Tensor, case: Case) -> None:
+    """The largest magnitudes of the groups; 0 of one without rows."""
+    if amax is not None:
+        want = [of[s:e].abs().max() if e > s else torch.tensor(0.0) for s, e in _spans(case)]
+        as_accurate(amax, torch.stack(want), "amax")
 
 
 def _spans(case: Case) -> list[tuple[int, int]]:
@@ -193,6 +198,7 @@ def test_dglu(case: Case, format: Format, activation: Activation, double: list[O
     plain = reference.deinterleave(case.preact.float(), 32, 1)
     dpreact, dprobs = activation_backward(grad, plain, activation, case.probs, True)
     assert_is(made.dpreact, reference.interleave(dpreact, 32, 1), case.ends, "dpreact")
+    assert_is_amax(made.amax, dpreact, case)
     assert made.dprobs is not None and dprobs is not None
     as_accurate(made.dprobs, dprobs, "dprobs")
     if double is not None:
@@ -251,7 +257,9 @@ def test_srelu(case: Case, format: Format, activation: Activation, bias: bool) -
     made = srelu(x.operand, w.operand, case.ends, activation, case.probs, b, alphas(x, w), act_dtype=dtype)
     exact = reference.grouped_gemm(x.values, [w.values], case.offsets, None if b is None else b.float())
     as_accurate(made.preact, exact, "preact")
-    assert_is(made.act, activation_forward(exact, activation, case.probs), case.ends, "act")
+    act = activation_forward(exact, activation, case.probs)
+    assert_is(made.act, act, case.ends, "act")
+    assert_is_amax(made.amax, act, case)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -267,6 +275,7 @@ def test_dsrelu(case: Case, format: Format, activation: Activation, deterministi
     grad = reference.grouped_gemm_dgrad(dy.values, [w.values], case.offsets)
     dpreact, dprobs = activation_backward(grad, case.preact.float(), activation, case.probs, True)
     assert_is(made.dpreact, dpreact, case.ends, "dpreact")
+    assert_is_amax(made.amax, dpreact, case)
     assert made.dprobs is not None and dprobs is not None
     as_accurate(made.dprobs, dprobs, "dprobs")
     act = activation_forward(case.preact.float(), activation, case.probs)
@@ -274,6 +283,24 @@ def test_dsrelu(case: Case, format: Format, activation: Activation, deterministi
         as_accurate(made.act.data, act, "act")
     else:
         assert_is_copy(made.act, act, case.ends, "act")
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("activation", [SWIGLU, SRELU], ids=lambda a: a.kind)
+def test_gradients_of_probs_are_sums_over_all_columns(case: Case, format: Format, activation: Activation) -> None:
+    """Of more than one tile of 256, each of which has a sum of its own."""
+    columns, block = 320, 32 if activation.is_glu else 0
+    dy, (weight, w) = Copy(case.dy, format), weight_of_dgrad((torch.randn(4, H, columns) * 0.3).bfloat16(), format)
+    preact = torch.randn(case.where.padded, activation.halves * columns).bfloat16()
+    made = (dglu if activation.is_glu else dsrelu)(
+        dy.operand, weight, case.ends, preact, activation, case.probs, True,
+        alpha=alphas(dy, w), dpreact_dtype=E4M3 if format == mxfp8() else torch.bfloat16,
+    )  # fmt: skip
+    grad = reference.grouped_gemm_dgrad(dy.values, [w.values], case.offsets)
+    plain = reference.deinterleave(preact.float(), block, 1)
+    _, dprobs = activation_backward(grad, plain, activation, case.probs, True)
+    assert made.dprobs is not None and dprobs is not None
+    as_accurate(made.dprobs, dprobs, "dprobs")
 
 
 @pytest.mark.parametrize("format", [None, *FORMATS], ids=str)

@@ -15,11 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import fusible_ops as ops
 from cute_kernels import catalog, launch
-from cute_kernels.blackwell import padded
+from cute_kernels import ops as kernels
+from cute_kernels.blackwell import host_functions, padded
 from patterns import RULES
 from tests.blackwell_calls import ACT, CALLS, ENDS, PROBS, W2, WIDTH, WRONG, E, H, M, bf16
-from tests.call_checks import as_if_on_blackwell, checked, needs_frontend, needs_no_driver
+from tests.call_checks import as_if_on_blackwell, checked, needs_frontend, needs_no_driver, past_the_driver
+from tests.cases import Splits
+from tests.models import MLP, Inputs, as_if_on, step
 
 pytestmark = [needs_no_driver, needs_frontend, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -43,6 +47,30 @@ def test_every_kernel_of_every_rule_is_called() -> None:
     for rule in RULES:
         for bound in rule.kernels:
             assert bound.kernel.arch != "sm_100a" or bound.kernel.name in called
+
+
+@pytest.mark.parametrize(
+    ("activation", "bias", "recipe"),
+    [
+        ("swiglu", False, None),
+        ("scaled_swiglu", False, ops.MXFP8BlockScaling()),
+        ("scaled_srelu", True, ops.NVFP4BlockScaling()),
+    ],
+    ids=["bf16", "mxfp8", "nvfp4"],
+)
+def test_every_call_of_a_layer_reaches_the_driver(
+    activation: str, bias: bool, recipe: ops.Recipe | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training step of the module, with the operands that it makes: widths fill no tile, rows no group."""
+    for name, function in vars(host_functions()).items():
+        monkeypatch.setattr(kernels, name, function)
+    splits = Splits("tail", (96, 0, 130, 74), 512)
+    mlp = MLP(activation, 160, 96, bias=bias, scale_bias=bias, interleave=32)
+    model = mlp.build(splits, "cpu", torch.bfloat16, on_unfused="error")
+    inputs = Inputs.random(splits, mlp.hidden, "cpu", torch.bfloat16)
+    with past_the_driver() as reached, as_if_on("sm_100a"), ops.autocast(enabled=recipe is not None, recipe=recipe):
+        step(model, mlp, inputs)
+    assert len(reached) == 6
 
 
 def test_another_number_of_rows_compiles_nothing() -> None:
@@ -119,7 +147,13 @@ def test_the_compiled_function_itself_sees_it(operand: str, value: Tensor) -> No
 
 
 def _is_plain(spec: tuple) -> bool:
-    return "bias" not in dict(spec[2]) and dict(spec[2])["d"] == torch.bfloat16 and dict(spec[3])["b_major"] == "k"
+    dtypes, settings = dict(spec[2]), dict(spec[3])
+    return (
+        spec[1] == (E, H, WIDTH)
+        and "bias" not in dtypes
+        and dtypes["d"] == torch.bfloat16
+        and settings["b_major"] == "k"
+    )
 
 
 def test_before_sm100_they_say_so() -> None:

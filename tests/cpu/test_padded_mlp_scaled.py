@@ -115,6 +115,24 @@ def test_other_blocks_and_no_rotation(recipe: ops.Recipe, activation: str) -> No
     compare(MLP(activation, 64, 96), (TAIL,), recipe, recipe)
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "scaled_swiglu", "srelu"])
+@each_format
+def test_padding_joins_no_block_and_no_maximum(activation: str, recipe: ops.Recipe) -> None:
+    """Of a row of nothing but the bias the activation is far larger here than that of any token."""
+    mlp, splits = MLP(activation, 64, 32, bias=True, interleave=32), full("few", 5, 0, 9, 3)
+    model, inputs = build(mlp, splits), Inputs.random(splits, 64, "cpu", torch.bfloat16)
+    inputs.x[:, 0] = 1
+    with torch.no_grad():
+        for g in range(splits.groups):
+            getattr(model[0], f"bias{g}").fill_(960)
+            getattr(model[0], f"weight{g}")[:, 0] = -960
+    fused, unfused = (run(model, mlp, inputs, recipe) for run in (fused_step, unfused_step))
+    with ops.autocast(recipe=recipe):
+        exact = step(copy.deepcopy(model).float(), mlp, inputs.to(torch.float32))
+    for name in ("y", "dfc2.weight0", "dfc2.weight2", "dfc2.weight3"):
+        assert_as_accurate(fused[name], unfused[name], exact[name], name)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", [ops.SwiGLU, ops.SReLU], ids=lambda a: a.__name__)
 @each_format
@@ -432,6 +450,36 @@ def test_a_margin_reaches_all_but_weight_gradients_which_refuse_it(functions: st
     assert {operation.margin for operation in Operation.made} == {"8"}
     model.requires_grad_(False)
     assert "dx" in fused_step(model, mlp, inputs, recipe)
+
+
+@pytest.mark.parametrize("name", ["GroupedGemmQuantSm100", "GroupedGemmDgluSm100", "GroupedGemmWgradSm100"])
+@each_format
+def test_a_kernel_that_does_not_compile(
+    functions: str, recipe: ops.Recipe, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found in forward, the layer runs unfused; in backward PyTorch computes what the kernel would have. Either way
+    said once, and unfused from the next step on.
+    """
+    if functions != "double":
+        return
+
+    def compile(self: Operation) -> None:
+        raise RuntimeError("no registers left")
+
+    monkeypatch.setattr(getattr(frontend_double, name), "compile", compile)
+    mlp = MLP("scaled_swiglu", 64, 32, interleave=32)
+    model, inputs = mlp.build(TAIL, "cpu", torch.bfloat16), Inputs.random(TAIL, 64, "cpu", torch.bfloat16)
+    where = "runs unfused from now on" if name == "GroupedGemmQuantSm100" else "backward: cuDNN Frontend"
+    with pytest.warns(UserWarning, match=f"{where}.*no registers left"):
+        first = fused_step(model, mlp, inputs, recipe)
+    then, unfused = (run(model, mlp, inputs, recipe) for run in (fused_step, unfused_step))
+    with ops.autocast(recipe=recipe):
+        exact = step(copy.deepcopy(model).float(), mlp, inputs.to(torch.float32))
+    for kind in {key.rstrip("0123456789") for key in unfused}:  # of few rows, one value decides
+        keys = [key for key in unfused if key.rstrip("0123456789") == kind]
+        assert_as_accurate(*(torch.cat([t[key].flatten() for key in keys]).float() for t in (first, unfused, exact)))
+    for key, value in unfused.items():
+        assert_bitwise_equal(then[key], value, key)
 
 
 @pytest.mark.parametrize("rows", [0, 256])
