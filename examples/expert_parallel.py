@@ -7,7 +7,8 @@ Everything but the experts is there on every rank, and its gradients are added u
 
 dynamic     as many rows as there are. NCCL takes counts from the host, which waits for the device once a layer.
 fixed       `--capacity C`: each rank sends each other one C rows, used or not. The host never waits, so that a CUDA
-            graph can hold a whole training step. Rows beyond C are dropped: their experts answer zero.
+            graph can hold a whole training step. Rows beyond C are dropped: their experts answer zero. How many is
+            printed.
 
 In both, the counts that the experts' kernels need stay on the device. `--parts 2` sends the rows in two parts, so that
 one travels beside the products of the other; `--sm-margin` leaves SMs to NCCL for that.
@@ -203,13 +204,20 @@ class ParallelExperts(Experts):
 
     capacity: rows from each rank to each other one, or None for as many as there are. Of all R rows of a rank R is the
     most that can go to one other. parts: the rows travel in so many parts, one beside the products of another.
+    dropped: rows of this rank that were beyond the capacity, of all calls, on the device.
+    ValueError unless ranks divide experts, and capacity and parts are at least 1.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, capacity: int | None = None, parts: int = 1) -> None:
         self.ranks, self.capacity, self.parts = dist.get_world_size(), capacity, parts
         if config.experts % self.ranks:
             raise ValueError(f"{config.experts} experts cannot be shared equally by {self.ranks} ranks")
+        for name, value in (("capacity", capacity), ("parts", parts)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value}")
         super().__init__(config, device, config.experts // self.ranks)
+        self.dropped: Tensor
+        self.register_buffer("dropped", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
 
     def answers(self, rows: Tensor, split_sizes: Tensor, weight_of_row: Tensor) -> Tensor:
         if self.parts == 1:
@@ -228,6 +236,8 @@ class ParallelExperts(Experts):
         counts = split_sizes.view(self.ranks, -1)
         capacity = None if self.capacity is None else -(-self.capacity // self.parts)
         route = dynamic_route(counts) if capacity is None else fixed_route(counts, len(rows), capacity)
+        if route.slots is not None:
+            self.dropped += (route.slots[0] == route.rows).sum()
         return Sent(route, counts.shape[1], route.there(rows), route.there(weight_of_row[:, None]))
 
     def reply(self, sent: Sent) -> Callable[[], Tensor]:
@@ -390,8 +400,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if rank == 0:
                 print(found, flush=True)
         optimizer.step(learning_rate(step, training))
-        if rank == 0 and (step % 5 == 0 or step + 1 == training.steps):
-            print(f"step {step}: loss {loss.item():.4f}", flush=True)
+        if step % 5 == 0 or step + 1 == training.steps:
+            dropped = sum(block.experts.dropped for block in part.blocks)
+            dist.all_reduce(dropped)
+            if rank == 0:
+                lost = "" if capacity is None else f", rows dropped until now: {dropped.item()}"
+                print(f"step {step}: loss {loss.item():.4f}{lost}", flush=True)
     dist.destroy_process_group()
 
 

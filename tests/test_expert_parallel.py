@@ -82,7 +82,7 @@ def all_of_it(device: str, rank: int) -> dict[str, Any]:
     return {"layers": layers(device, rank), "model": whole_model(device, rank)}
 
 
-def layers(device: str, rank: int) -> dict[str, list[Tensor]]:
+def layers(device: str, rank: int) -> dict[str, Any]:
     """Every batch, each way to travel."""
     parallel, found = example("expert_parallel"), {}
     for name, recipe in RECIPES.items():
@@ -96,8 +96,10 @@ def layers(device: str, rank: int) -> dict[str, list[Tensor]]:
             with fused(device):
                 answered(part, batch_of(device, rank, SIZES[rank]))  # kernels are loaded
             for i, sizes in enumerate(BATCHES):
+                part.dropped.zero_()
                 with fused(device), free_of_syncs(device, capacity):
                     found[f"{name} {capacity} {i}"] = answered(part, batch_of(device, rank, sizes[rank]))
+                found[f"{name} {capacity} {i} dropped"] = part.dropped.item()
     return found
 
 
@@ -165,6 +167,7 @@ def test_a_layer_on_two_ranks_is_the_layer(ranks: Any, recipe: str, capacity: in
     for rank, want in enumerate(together(device, RECIPES[recipe], BATCHES[batch])):
         for i, (a, b) in enumerate(zip(found[rank]["layers"][f"{recipe} {capacity} {batch}"], want, strict=True)):
             assert_bitwise_equal(a, b, f"rank {rank}, result {i}")
+        assert found[rank]["layers"][f"{recipe} {capacity} {batch} dropped"] == 0
 
 
 def test_rows_beyond_the_capacity_are_dropped(ranks: Any) -> None:
@@ -195,6 +198,7 @@ def test_rows_beyond_the_capacity_are_dropped(ranks: Any) -> None:
             assert_bitwise_equal(got[rows], wanted.cpu())
             rest = torch.ones(len(got), dtype=torch.bool).index_fill_(0, torch.tensor(rows), False)
             assert rest.sum() == sum(SIZES[rank]) - len(rows) > 0 and not got[rest].any()
+        assert found[rank]["layers"][f"bf16 {CAPACITIES[2]} 0 dropped"] == sum(SIZES[rank]) - len(rows)
 
 
 def test_a_model_on_two_ranks_has_the_loss_and_gradients_of_one_process(ranks: Any) -> None:
@@ -212,4 +216,22 @@ def test_it_runs_under_torchrun() -> None:
     assert done.returncode == 0, done.stderr
     loss, alone, worst = re.match(r"loss (\S+), of one process (\S+); .*: (\S+)\n", done.stdout).groups()
     assert abs(float(loss) - float(alone)) < 1e-5 and float(worst) < 1e-5
-    assert "step 1: loss" in done.stdout
+    assert "step 1: loss" in done.stdout and "dropped" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"ranks": 3}, "4 experts cannot be shared equally by 3 ranks"),
+        ({"capacity": 0}, "capacity must be at least 1; got 0"),
+        ({"parts": 0}, "parts must be at least 1; got 0"),
+    ],
+)
+def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch, more: dict[str, int], match: str) -> None:
+    """No rows at all from rank to rank would answer every token with zeros."""
+    ranks = more.get("ranks", 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    with pytest.raises(ValueError, match=match):
+        example("expert_parallel").ParallelExperts(
+            config_of(), torch.device("cpu"), more.get("capacity"), more.get("parts", 1)
+        )
