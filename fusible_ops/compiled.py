@@ -88,9 +88,10 @@ def _acts_beside(op: BasicOperation) -> bool:
     return any([isinstance(p, QuantizedTensor) for p in op.parameters()])
 
 
-@torch.compiler.disable(
-    reason="in fusible_ops, recipes, op_kwargs, main_grad, delayed gradients and quantised parameters need eager mode"
-)
+_REASON = "in fusible_ops, recipes, op_kwargs, main_grad, delayed gradients and quantised parameters need eager mode"
+
+
+@torch.compiler.disable(reason=_REASON)
 def _outside(sequential: Sequential, x: Tensor, *extra_inputs: Tensor, op_kwargs: Mapping[Any, Any] | None) -> Any:
     return sequential(x, *extra_inputs, op_kwargs=op_kwargs)
 
@@ -105,6 +106,13 @@ def run(name: str, index: int, x: Tensor, extra_inputs: list[Tensor], parameters
 
 run_linear = torch.compiler.allow_in_graph(functional.run_linear)
 run_mlp = torch.compiler.allow_in_graph(functional.run_mlp)
+
+
+class Outside:
+    """The same two under a recipe: each breaks the graph and runs as it is."""
+
+    run_linear = staticmethod(torch.compiler.disable(functional.run_linear, reason=_REASON))
+    run_mlp = staticmethod(torch.compiler.disable(functional.run_mlp, reason=_REASON))
 
 
 @contextlib.contextmanager

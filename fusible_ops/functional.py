@@ -20,9 +20,11 @@ from torch import Tensor
 
 from cute_kernels.activation import Activation
 from fusible_ops.activations import ActivationOperation, ScaledActivation
+from fusible_ops.autocast_mode import current_recipe
 from fusible_ops.fuser import OperationFuser
 from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.op import BasicOperation
+from fusible_ops.recipe import DelayedScaling
 
 Weight = Tensor | Sequence[Tensor]
 
@@ -41,7 +43,8 @@ def grouped_linear(
     x [..., K], y [..., N] in the weights' dtype (or autocast's), split_sizes int32 or int64 [G] on x's device, bias
     [G, N] or G tensors [N], scales (of the bias) float, one for each row. transposed_weight: weights are [K, N].
     A weight and its bias require gradients alike. Errors: as `fusible_ops.GroupedLinear`; ValueError for weights that
-    are not G matrices of one shape.
+    are not G matrices of one shape; RuntimeError under `DelayedScaling`, since a function keeps no scales of earlier
+    steps.
     """
     return runs().run_linear(x, _listed(weight, 3), split_sizes, _listed(bias, 2), scales, transposed_weight)
 
@@ -88,13 +91,13 @@ def _listed(weight: Weight | None, dims: int) -> list[Tensor]:
 
 def runs() -> Any:
     """The module with `run_linear` and `run_mlp`: this one, or inside torch.compile that of those which it takes, one
-    call each, into which AOTAutograd looks.
+    call each, into which AOTAutograd looks; there under a recipe, whatever breaks the graph and has those.
     """
     if not torch.compiler.is_dynamo_compiling():
         return sys.modules[__name__]
     from fusible_ops import compiled
 
-    return compiled
+    return compiled if current_recipe() is None else compiled.Outside
 
 
 # What follows takes tensors and constants alone.
@@ -110,6 +113,7 @@ def run_linear(
     kept_for: str = "",
 ) -> Tensor:
     """`grouped_linear`. kept_for: whose calls these are; what is remembered of a call serves the same caller's next."""
+    _check_recipe()
     with lent_linear(weight, bias, scales is not None, transposed, kept_for) as fuser:
         return fuser(x, split_sizes, *([] if scales is None else [scales]))
 
@@ -130,11 +134,21 @@ def run_mlp(
     on_unfused: str = "allow",
 ) -> Tensor:
     """`grouped_mlp`. kept_for: as in `run_linear`; on_unfused: as `Sequential`'s."""
+    _check_recipe()
     has = probs is not None, scales is not None
     linears = (weight1, bias1), (weight2, bias2)
     extras = [split_sizes, *([] if probs is None else [probs]), split_sizes, *([] if scales is None else [scales])]
     with lent_mlp(*linears, *has, activation, interleave, transposed, kept_for, on_unfused) as fuser:
         return fuser(x, *extras)
+
+
+def _check_recipe() -> None:
+    """Ops are lent to whoever calls next with the same shapes, and scales of earlier steps would be somebody else's."""
+    if isinstance(current_recipe(), DelayedScaling):
+        raise RuntimeError(
+            "DelayedScaling takes scales from earlier steps, which a function over weights of the caller's does not "
+            "keep; use another recipe, such as Float8BlockScaling or Float8CurrentScaling, or fusible_ops.Sequential"
+        )
 
 
 @contextmanager

@@ -152,6 +152,35 @@ def test_in_a_graph(fused: bool) -> None:
             assert_bitwise_equal(got, want)
 
 
+@pytest.mark.parametrize("first", [False, True], ids=["plain_first", "recipe_first"])
+def test_a_recipe_breaks_the_graph(first: bool) -> None:
+    """What was compiled under one recipe, or under none, does not run under another."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, fc1, fc2 = (torch.randn(shape).bfloat16() for shape in ((FOUR.used, 64), (4, 96, 64), (4, 64, 48)))
+
+    def layer(x: Tensor) -> Tensor:
+        y = grouped_mlp(x, fc1, fc2, FOUR.tensor(), ops.SwiGLU())
+        return grouped_linear(y, fc2.mT.contiguous(), FOUR.tensor())
+
+    compiled = torch.compile(layer, backend="aot_eager")
+    for quantised in (first, not first, first):
+        with ops.autocast(enabled=quantised, recipe=ops.Float8BlockScaling()):
+            assert_bitwise_equal(compiled(x), layer(x))
+
+
+def test_delayed_scaling_has_no_owner_here() -> None:
+    """Scales that another caller's magnitudes have made would turn these into zeros."""
+    x, fc1, fc2, sizes = torch.randn(8, 64), torch.randn(2, 96, 64), torch.randn(2, 64, 48), torch.tensor([3, 5])
+    for call in (
+        lambda: grouped_linear(x, fc1, sizes),
+        lambda: grouped_mlp(x, fc1, fc2, sizes, ops.SwiGLU()),
+    ):
+        with ops.autocast(recipe=ops.DelayedScaling()), pytest.raises(RuntimeError, match="does not keep"):
+            call()
+        call()
+
+
 class Adapter(ops.BasicOperation):
     """An op of somebody else's between two of ours: y = x + x A_g B_g."""
 
