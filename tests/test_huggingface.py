@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fusible_ops as ops
 from fusible_ops import functional
@@ -328,6 +329,27 @@ def test_compiled_without_a_break(name: str, fused: bool) -> None:
         for key, t in step(model, tokens(), NAME).items():
             assert_bitwise_equal(t, wanted[key], key)
     torch._dynamo.reset()
+
+
+def test_fake_tensors() -> None:
+    """What a model computes is found out on numbers, though its own tensors have none."""
+    with FakeTensorMode():
+        model = transformers.AutoModelForCausalLM.from_config(
+            hf_models.small_config("mixtral"), experts_implementation=NAME
+        )
+        y = model(input_ids=torch.zeros(2, 5, dtype=torch.int64)).logits
+    assert y.shape == (2, 5, VOCABULARY) and isinstance(y, FakeTensor)
+
+
+def test_of_quantised_experts_it_is_said_that_they_are_not_run() -> None:
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    model = small("mixtral", torch.bfloat16, implementation=NAME)
+    replace_with_fp8_linear(model, ["lm_head"], transformers.FineGrainedFP8Config())
+    told = huggingface.explain(model, "sm_90a")
+    assert "FP8Experts holds weights in float8_e4m3fn" in told and "dequantize=True" in told and "fused" not in told
+    with pytest.raises(KeyError, match=NAME):
+        experts_of(model)[0](torch.empty(1, 64), torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cute_kernels import reference
 from cute_kernels.activation import CONSTANTS, GLU_KINDS, UNARY_KINDS, Activation
@@ -63,7 +64,8 @@ def formula_of(experts: Any) -> Formula:
     )
     known = _known.get(experts)
     if known is None or known[0] != asked:
-        known = _known[experts] = asked, _formula(experts)
+        with _disable_current_modes():  # numbers are compared, also where tensors are fake
+            known = _known[experts] = asked, _formula(experts)
     return known[1]
 
 

@@ -170,6 +170,12 @@ def _explained(experts: Any, target: str | Target | torch.device | None, recipe:
         return f'{title} runs "{chosen}"; model.set_experts_implementation("{NAME}") changes that'
     formula = formula_of(experts)
     first, second = _linear(experts, formula.first, formula), _linear(experts, "down_proj", formula)
+    if (dtype := first[0][0].dtype).itemsize < 2:
+        return (
+            f"{title} holds weights in {str(dtype).removeprefix('torch.')}, for which transformers has experts "
+            "implementations of its own; load the model dequantised: from_pretrained(quantization_config=...) with "
+            "dequantize=True"
+        )
     device = first[0][0].device
     machine = Target.named(target) if isinstance(target, str) else target
     machine = machine if isinstance(machine, Target) else Target.of(machine or device)
