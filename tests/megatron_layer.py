@@ -8,6 +8,7 @@ Megatron's router and dispatcher and our reference run, and what is compiled is 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import socket
@@ -53,6 +54,9 @@ def load() -> None:
     if not hasattr(te, "ops") or not hasattr(te, "GroupedLinear"):
         te.ops = ops  # type: ignore[attr-defined]
         te.__getattr__ = _of_its_parts  # type: ignore[method-assign, assignment]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it imports the compiler of torch.compile, which is deprecated here and there
+        importlib.import_module("megatron.core.parallel_state")
 
 
 def _of_its_parts(name: str) -> Any:
