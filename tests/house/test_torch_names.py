@@ -23,6 +23,7 @@ NAMES = (
     "_subclasses.fake_tensor.FakeTensor",
     "_subclasses.functional_tensor.FunctionalTensor",
     "ops.aten._unsafe_view",
+    "utils._python_dispatch._disable_current_modes",
     "utils._pytree.tree_map",
 )
 """Of the module torch."""
