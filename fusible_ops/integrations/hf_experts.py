@@ -59,7 +59,7 @@ def formula_of(experts: Any) -> Formula:
     """What this experts module computes; found out again when its activation or a constant is another one."""
     asked = (
         getattr(experts, "act_fn", None),
-        getattr(type(experts), "_apply_gate", None),
+        vars(experts).get("_apply_gate", getattr(type(experts), "_apply_gate", None)),
         *_numbers(experts, (*LIMITS, *ALPHAS)),
     )
     known = _known.get(experts)

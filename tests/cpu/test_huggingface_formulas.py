@@ -154,6 +154,10 @@ def test_a_constant_that_changes_is_seen() -> None:
     formula_of(experts)
     experts.limit = 3.0
     assert formula_of(experts).activation == Activation("clamped_swiglu", 3.0).encode()
+    experts._apply_gate = lambda columns: columns.chunk(2, dim=-1)[0].exp()
+    assert formula_of(experts).activation == ""
+    del experts._apply_gate
+    assert formula_of(experts).activation
     experts.act_fn = nn.ReLU()
     assert formula_of(experts).activation == ""
 
