@@ -113,11 +113,12 @@ class QuantizedLinear(FusedOperation):
             dx = self._plain_products(basic_op_ctxs, grads, plain.to(ctx.dtype), x_kept, w_kept, offsets, rows)
         else:
             dx = None
+            dy: Any = None
             x = restored(x_kept, ctx.x_form) if x_kept else None
             if x is not None or w_kept:
                 groups = Groups(offsets, ctx.splits, ctx.version)
                 copies = bool(w_kept), x is not None
-                dy: Any = operand(grad_output, ctx.grad_quantizer, groups, ctx.dtype, *copies)
+                dy = operand(grad_output, ctx.grad_quantizer, groups, ctx.dtype, *copies)
             if w_kept:
                 dx = quantized_products.grouped_gemm_dgrad(dy, restored(w_kept, ctx.w_form), offsets, ctx.dtype)
             db = reference.grouped_dbias(plain, offsets, rows) if self.fc.wants_dbias(basic_op_ctxs) else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from fusible_ops.recipe import (
 from fusible_ops.recipe import Format as Elements
 from tests.cases import EVEN, SMALL_SPLITS, Splits
 from tests.compare import assert_bitwise_equal
-from tests.models import MLP, Inputs, step
+from tests.models import MLP, Inputs, as_if_on, step
 
 RECIPES = [
     Float8BlockScaling(),
@@ -395,3 +397,22 @@ def test_a_training_step_is_as_accurate_as_the_elements(recipe: Recipe) -> None:
 def test_bad_calls_say_so(call, error: type[Exception], message: str) -> None:
     with autocast(recipe=Float8BlockScaling()), pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("arch", [None, "sm_90a", "sm_100a"])
+@pytest.mark.parametrize(
+    "recipe", [ops.Float8BlockScaling(), ops.MXFP8BlockScaling(), ops.NVFP4BlockScaling()], ids=str
+)
+@pytest.mark.parametrize("input_wants", [False, True])
+def test_a_bias_is_trained_beside_a_frozen_weight(input_wants: bool, recipe: ops.Recipe, arch: str | None) -> None:
+    """The same gradient as with the weight trained, fused or not, also where nothing else wants one."""
+    torch.manual_seed(0)
+    model = ops.Sequential(ops.Linear(128, 256, device="cpu", dtype=torch.bfloat16))
+    x, dy = torch.randn(256, 128).bfloat16(), torch.randn(256, 256).bfloat16()
+    grads = []
+    for frozen in (False, True):
+        model[0].weight.requires_grad_(not frozen)
+        with as_if_on(arch) if arch else nullcontext(), ops.autocast(recipe=recipe):
+            y = model(x.clone().requires_grad_(input_wants))
+        grads += torch.autograd.grad(y, [model[0].bias], dy)
+    assert_bitwise_equal(grads[1], grads[0])
