@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cute_kernels.facts import NO_PLANS, Plans
+from cute_kernels.facts import NO_PLANS
 from cute_kernels.launch import NoKernelError
 from cute_kernels.limits import Refusal
 from cute_kernels.ops import formula
@@ -67,11 +67,12 @@ class KernelsOrFormulas:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function = getattr(self._kernels, name)
 
-        def call(*args: Any, plans: Plans = NO_PLANS, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                return function(*args, **kwargs) if plans is NO_PLANS else function(*args, plans=plans, **kwargs)
+                return function(*args, **kwargs)
             except NoKernelError as error:
                 self._failed(error)
+                kwargs.pop("plans", None)  # for kernels alone
                 return formula(name)(*args, **kwargs)
 
         return call

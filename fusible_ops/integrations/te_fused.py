@@ -61,8 +61,11 @@ class Joint:
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Any]]]:
         head = basic_op_ctxs[0]
-        extras = self._with_splits_on(input_.device, [t for own in basic_op_extra_inputs for t in own])
-        head.runs_ours = Joint.is_installed and not any(basic_op_kwargs) and self._takes(input_, extras)
+        extras = [t for own in basic_op_extra_inputs for t in own]
+        head.runs_ours = Joint.is_installed and not any(basic_op_kwargs)
+        if head.runs_ours:
+            extras = self._with_splits_on(input_.device, extras)
+            head.runs_ours = self._takes(input_, extras)
         if not head.runs_ours:
             quantizers = prev_op_grad_output_quantizer, next_op_input_quantizer
             return self._replay(basic_op_ctxs, input_, basic_op_extra_inputs, quantizers, basic_op_kwargs)
