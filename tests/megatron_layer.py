@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import socket
 import sys
 import warnings
 from collections.abc import Iterator
@@ -67,18 +66,12 @@ def _of_its_parts(name: str) -> Any:
     return next((getattr(part, name) for part in parts if hasattr(part, name)), te_wheel._nothing(name))
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 @contextlib.contextmanager
-def process_group(rank: int = 0, world: int = 1, port: int | None = None) -> Iterator[None]:
-    """Megatron's groups: all ranks share the experts."""
+def process_group() -> Iterator[None]:
+    """Megatron's groups: the ranks of the job (`tests.ranks`) share the experts; outside of one, this process alone."""
     from megatron.core import parallel_state
 
-    where = {"init_method": f"tcp://127.0.0.1:{port or free_port()}", "rank": rank, "world_size": world}
+    is_job = dist.is_initialized()
     patches = contextlib.ExitStack()
     with patches, warnings.catch_warnings(), mock.patch.dict(os.environ, {GLU_VARIABLE: "1"}):
         warnings.simplefilter("ignore")
@@ -90,9 +83,10 @@ def process_group(rank: int = 0, world: int = 1, port: int | None = None) -> Ite
         # Of one rank this is the identity; as it is, Megatron's own experts with biases fail on it.
         alone = mock.patch("megatron.core.tensor_parallel.layers.reduce_from_tensor_model_parallel_region", _itself)
         patches.enter_context(alone)
-        dist.init_process_group("nccl" if on_gpu() else "gloo", **where)
+        if not is_job:
+            dist.init_process_group("nccl" if on_gpu() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            parallel_state.initialize_model_parallel(expert_model_parallel_size=world)
+            parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
             if on_gpu():
                 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -100,7 +94,8 @@ def process_group(rank: int = 0, world: int = 1, port: int | None = None) -> Ite
             yield
         finally:
             parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
+            if not is_job:
+                dist.destroy_process_group()
 
 
 def _itself(t: Tensor, group: Any = None) -> Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import torch
-from torch import multiprocessing
 
 from fusible_ops.integrations import transformer_engine as plugin
 from tests import megatron_layer
-from tests.models import as_if_on
+from tests.ranks import on_ranks, planned
 
 DEVICE = "cuda" if megatron_layer.on_gpu() else "cpu"
 
@@ -20,12 +19,8 @@ def megatron() -> Iterator[None]:
     megatron_layer.load()
     plugin.install()
     try:
-        with megatron_layer.process_group():
-            if DEVICE == "cpu":
-                with as_if_on("sm_90a"):
-                    yield
-            else:
-                yield
+        with megatron_layer.process_group(), planned(DEVICE, fused=True):
+            yield
     finally:
         plugin.uninstall()
 
@@ -35,18 +30,16 @@ def test_an_unchanged_layer_agrees_with_megatrons_own_experts(megatron: None, ki
     megatron_layer.assert_agrees(kind, DEVICE)
 
 
-def _rank(rank: int, port: int) -> None:
-    torch.cuda.set_device(rank)
+def _agrees(device: str, rank: int) -> None:
     megatron_layer.load()
     plugin.install()
-    with megatron_layer.process_group(rank, 2, port):
+    with megatron_layer.process_group():
         for kind in megatron_layer.KINDS:
-            megatron_layer.assert_agrees(kind, "cuda")
+            megatron_layer.assert_agrees(kind, device)
 
 
 @pytest.mark.gpu("sm_90a")
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_experts_of_two_ranks() -> None:
+def test_experts_of_two_ranks(tmp_path: Path) -> None:
     """Expert parallelism, Megatron's all-to-all."""
     megatron_layer.load()
-    multiprocessing.spawn(_rank, (megatron_layer.free_port(),), nprocs=2)
+    on_ranks(_agrees, 2, "cuda", tmp_path / "ranks")

@@ -20,10 +20,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from cute_kernels import launch
 from fusible_ops.bench.grouped_mlp import make_mlp
+from tests.bench.timing import launches
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 HIDDEN = INTERMEDIATE = 128
@@ -178,11 +178,11 @@ def bench_causes() -> None:
     whole, floors = host_microseconds([forward, floor], leaves, IN_A_ROW)
     of_floor = repeated(lambda: torch.empty_like(x)), repeated(lambda: empty_gradients(grad, weights))
     for i, (name, results) in enumerate((("forward", results_of_forward), ("backward", results_of_backward))):
-        launches, made = sum(repeated(call) for call in calls[name]), repeated(results)
+        launching, made = sum(repeated(call) for call in calls[name]), repeated(results)
         autograd = floors[i] - of_floor[i]
-        ours = whole[i] - autograd - launches - made
+        ours = whole[i] - autograd - launching - made
         print(
-            f"{name}: {whole[i]:.0f} us = autograd {autograd:.0f} + {len(calls[name])} launches {launches:.0f} + "
+            f"{name}: {whole[i]:.0f} us = autograd {autograd:.0f} + {len(calls[name])} launches {launching:.0f} + "
             f"results {made:.0f} + Python of this library {ours:.0f}"
         )
     print("    a launch, us:", ", ".join(f"{repeated(call):.1f}" for call in calls["forward"] + calls["backward"]))
@@ -204,10 +204,7 @@ def bench_launches() -> None:
             out = mlp(x, splits, probs, splits)
             torch.cuda.synchronize()
             run = lambda: out.backward(grads)  # noqa: B023, E731
-        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-            run()
-            torch.cuda.synchronize()
-        events = [e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        events = launches(run)
         print(f"{name}: {len(events)} launches")
         for event in events:
             print(f"    {event[:100]}")
