@@ -43,32 +43,47 @@ print(json.dumps({"compiled": launch.compile_count(), "y": digest, "seconds": se
 """
 
 
-def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, target.CACHE_VARIABLE: str(directory), target.PACKS_VARIABLE: ""}
+def start(directory: Path, *arguments: str, pack: Path | str = "") -> subprocess.Popen[str]:
+    environment = {**os.environ, target.CACHE_VARIABLE: str(directory), target.PACKS_VARIABLE: str(pack)}
     command = [sys.executable, "-c", PROGRAM, *arguments]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def ended(process: subprocess.Popen[str]) -> dict:
+def ended(process: subprocess.Popen[str], what: str) -> dict:
+    """What PROGRAM printed; `pytest -s` shows it."""
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0
-    return json.loads(out.splitlines()[-1])
+    found = json.loads(out.splitlines()[-1])
+    print(f"{what}: {found['seconds']:.2f} s, {found['compiled']} compiled, CUTLASS imported: {found['cutlass']}")
+    return found
+
+
+def assert_quick(found: dict) -> None:
+    """Nothing compiled, and the first call soon after the import."""
+    assert found["compiled"] == 0 and found["seconds"] < (2 if target.c_linker() else 6)
+    assert target.c_linker() is None or not found["cutlass"]
 
 
 def test_ranks_starts_and_damage(tmp_path: Path) -> None:
     """Eight processes on an empty directory; a second start; a file cut short; a start after that."""
-    ranks = [ended(process) for process in [start(tmp_path / "c") for _ in range(8)]]
+    ranks = [ended(process, "empty, of 8") for process in [start(tmp_path / "c") for _ in range(8)]]
     kernels = len(list((tmp_path / "c").glob("*.json")))
     assert sum(rank["compiled"] for rank in ranks) == kernels == 3
-    second = ended(start(tmp_path / "c", "--no-compile"))
-    assert second["compiled"] == 0 and second["seconds"] < (2 if target.c_linker() else 6)
-    assert target.c_linker() is None or not second["cutlass"]
+    second = ended(start(tmp_path / "c", "--no-compile"), "second start")
+    assert_quick(second)
     victim = sorted((tmp_path / "c").glob("*.so" if target.c_linker() else "*.o"))[0]
     victim.write_bytes(victim.read_bytes()[:1000])
-    repaired = ended(start(tmp_path / "c"))
+    repaired = ended(start(tmp_path / "c"), "one damaged")
     assert repaired["compiled"] == 1
-    last = ended(start(tmp_path / "c", "--no-compile"))
+    last = ended(start(tmp_path / "c", "--no-compile"), "last start")
     assert {run["y"] for run in (*ranks, second, repaired, last)} == {ranks[0]["y"]}
+
+
+def test_a_pack_made_without_a_gpu(tmp_path: Path) -> None:
+    made = [sys.executable, "-m", "fusible_ops", "warmup", "256,128,8", "--inference", "--arch", "sm_90a"]
+    without = {**os.environ, "CUDA_VISIBLE_DEVICES": "", target.CACHE_VARIABLE: str(tmp_path / "made")}
+    subprocess.run([*made, "--out", str(tmp_path / "pack")], cwd=ROOT, env=without, check=True)
+    assert_quick(ended(start(tmp_path / "empty", "--no-compile", pack=tmp_path / "pack"), "with a pack"))
 
 
 def test_rows_splits_and_streams_add_no_kernel() -> None:
