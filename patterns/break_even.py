@@ -3,7 +3,7 @@
 Of a fused layer on an H200. Each of a linear's three products takes as long as its arithmetic or its bytes, whichever
 is longer. FP8 multiplies faster and reads half the bytes, but quantises: the first input and the last gradient, which
 no product writes, into both orientations; and the weights, after each update. The rates are fitted to three layers'
-forward and backward on an H200 (docs/performance.md, "The FP8 layer"): within 7 % of each of the six times.
+forward and backward on an H200 (docs/performance.md, "The FP8 layer"): within 9 % of each of its times.
 """
 
 from __future__ import annotations
