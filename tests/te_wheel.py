@@ -1,4 +1,5 @@
-"""Transformer Engine's operation fuser for tests: the real package on a GPU, or on a CPU the Python of its wheel.
+"""Transformer Engine's operation fuser for tests: the real package where it is whole and has a GPU, else the Python of
+its wheel.
 
 The wheel `transformer-engine` has all of the Python (`pip install --no-deps transformer-engine==2.20.2`), but what it
 calls is compiled and comes in others. Without those, `load` puts objects in their place that do nothing, so that the
@@ -20,6 +21,7 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -39,12 +41,27 @@ def load() -> Any:
     """`transformer_engine.pytorch.ops`. Skips the test where there is no Transformer Engine."""
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("needs transformer-engine (pip install --no-deps transformer-engine==2.20.2 will do)")
-    if importlib.util.find_spec(COMPILED) is not None and torch.cuda.is_available():
+    if is_real():
         return importlib.import_module("transformer_engine.pytorch.ops")
     with _nothing_compiled():
         for name in PARTS:
             importlib.import_module(f"transformer_engine.pytorch.{name}")
     return sys.modules["transformer_engine.pytorch.ops"]
+
+
+def is_real() -> bool:
+    """Whether `load` gives the package with its compiled parts: they are there, and a GPU."""
+    spec = importlib.util.find_spec("transformer_engine")
+    folders = [] if spec is None else [Path(each) for each in spec.submodule_search_locations or ()]
+    return torch.cuda.is_available() and any(map(_has_compiled, folders))
+
+
+def _has_compiled(folder: Path) -> bool:
+    """Whether the package in this folder has its extension for torch: beside it, in it, or as wheels have it, where
+    Transformer Engine alone finds it and `import` does not.
+    """
+    places = folder.parent, folder, folder / "wheel_lib"
+    return any(file for place in places for file in place.glob(f"{COMPILED}*.so"))
 
 
 class _Nothing(type):

@@ -29,7 +29,7 @@ def medians(
         except Exception as error:  # a peer that does not run is no reason to stop
             print(f"  {name} does not run: {type(error).__name__}: {str(error)[:200]}", flush=True)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in alive}
-    for round_index in range(rounds):
+    for round_index in range(rounds if alive else 0):
         names = list(alive)
         shift = round_index % len(names)
         for name in names[shift:] + names[:shift]:
