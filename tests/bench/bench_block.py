@@ -6,14 +6,20 @@
 x + attention(norm(x)), then x + experts(norm(x)): attention by torch's scaled_dot_product_attention and compiled, the
 router and the sorting of rows as in `examples/moe_lm.py`, and the experts' MLP (with DeepSeek's shared expert) by
 
-ours        this library, in BF16 and under Float8BlockScaling
-unfused     the same ops with fusion off (BF16)
 torch       torch.nn.functional.grouped_mm and a compiled activation (BF16); biases by the group of each row, as
             transformers adds them
+ours        this library, in BF16 and under Float8BlockScaling
+unfused     the same ops with fusion off (BF16)
 te          Transformer Engine's ops, if installed, in BF16 and under its Float8BlockScaling
 
-all over the same weights. A step is forward and backward of the block, all gradients; weights are quantised in each, as
-after an update. "mlp": forward and backward of the experts' MLP by itself, on the rows of that step. Medians, in turn.
+all over the same weights and the same attention, compiled once. A step is forward and backward of the block, all
+gradients; weights are quantised in each, as after an update. "mlp": forward and backward of the experts' MLP by itself,
+on the rows of that step. Medians, in turn. Which experts a token goes to is drawn once, so that each expert's rows are
+a multiple of 128: in FP8 blocks, with a cuBLAS of 13.6 or newer, Transformer Engine's kernel takes no others, and every
+thread of it prints so.
+
+What does not run is left out, with its words; so is what computes something else than torch, and then the exit status
+is 1. The file is written whenever there is something new.
 """
 
 from __future__ import annotations
@@ -24,8 +30,9 @@ import datetime
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +41,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusible_ops as ops
-from fusible_ops.bench.timing import medians
+from fusible_ops.bench.timing import medians, uneven_splits
+from tests.compare import relative_error
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import moe_lm
@@ -47,7 +55,7 @@ ALPHA, LIMIT = 1.702, 7.0
 class Shape:
     """Sizes of a block. latent: ranks of queries and of keys and values in DeepSeek's attention, (0, 0) for grouped
     queries; head: of queries and keys without positions, and of values; rope: the part with positions. shared: width of
-    the expert that all tokens go to. clamped: GPT-OSS's activation and biases.
+    the expert that all tokens go to. clamped: GPT-OSS's activation and biases. multiple: of each expert's rows.
     """
 
     batch: int
@@ -63,6 +71,11 @@ class Shape:
     rope: int = 0
     shared: int = 0
     clamped: bool = False
+    multiple: int = 128
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.context
 
 
 SHAPES = {
@@ -234,29 +247,24 @@ class FromTorch(nn.Module):
         return F.linear(self.swiglu(F.linear(x, w1), torch.ones_like(x[:, 0])), w2)
 
 
-def libraries(s: Shape, weights: Weights, only: str) -> dict[str, nn.Module]:
-    """The MLPs in this dtype ("bf16" or "fp8")."""
-    block = ops.Float8BlockScaling() if only == "fp8" else None
-
-    def ours() -> Any:
-        return ops.autocast(enabled=block is not None, recipe=block)
-
+def libraries(s: Shape, weights: Weights) -> dict[str, nn.Module]:
+    """The MLPs, by names of library and dtype ("bf16", "fp8")."""
     strict = {"on_unfused": "error"} if weights.w1.is_cuda else {}
-    found: dict[str, nn.Module] = {"ours": FromOps(s, weights, ops, ours, separate=False, **strict)}
-    if block is None:
-        found["unfused"] = FromOps(s, weights, ops, ours, separate=False, rules=())
-        found["torch"] = FromTorch(s, weights)
+    block = partial(ops.autocast, recipe=ops.Float8BlockScaling())
+    found: dict[str, nn.Module] = {
+        "torch bf16": FromTorch(s, weights),
+        "ours bf16": FromOps(s, weights, ops, contextlib.nullcontext, separate=False, **strict),
+        "unfused bf16": FromOps(s, weights, ops, contextlib.nullcontext, separate=False, rules=()),
+        "ours fp8": FromOps(s, weights, ops, block, separate=False, **strict),
+    }
     if weights.w1.is_cuda:
         with contextlib.suppress(ImportError):
             import transformer_engine.pytorch as te
             from transformer_engine.common.recipe import Float8BlockScaling
 
-            recipe = Float8BlockScaling() if block is not None else None
-
-            def theirs() -> Any:
-                return te.autocast(enabled=recipe is not None, recipe=recipe)
-
-            found["te"] = FromOps(s, weights, te.ops, theirs, separate=True)
+            theirs = partial(te.autocast, enabled=True, recipe=Float8BlockScaling())
+            found["te bf16"] = FromOps(s, weights, te.ops, contextlib.nullcontext, separate=True)
+            found["te fp8"] = FromOps(s, weights, te.ops, theirs, separate=True)
     return found
 
 
@@ -264,10 +272,32 @@ def libraries(s: Shape, weights: Weights, only: str) -> dict[str, nn.Module]:
 # The block
 
 
+def dealt(s: Shape) -> tuple[Tensor, list[int]]:
+    """The experts of each token [T, K], no two the same, and the rows of each expert: from about half to one and a half
+    times the mean.
+    """
+    sizes = uneven_splits(s.experts, s.tokens * s.top_k, s.multiple)
+    assert max(sizes) <= s.tokens, "a token would get an expert twice"
+    hands = torch.arange(s.experts).repeat_interleave(torch.tensor(sizes)).view(s.top_k, s.tokens)
+    return hands.T[torch.randperm(s.tokens)], sizes
+
+
+class Router(nn.Linear):
+    """Scores of the experts that a token was dealt; the others' are minus infinity."""
+
+    def __init__(self, chosen: Tensor, s: Shape, **factory: Any) -> None:
+        super().__init__(s.hidden, s.experts, bias=False, **factory)
+        others = torch.ones(s.tokens, s.experts, dtype=torch.bool).scatter_(1, chosen, False)
+        self.register_buffer("others", others.to(self.weight.device), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).masked_fill(self.others, -torch.inf)
+
+
 class Experts(moe_lm.Experts):
     """Router and sorting of rows, over an MLP of any library."""
 
-    def __init__(self, s: Shape, mlp: nn.Module, router: nn.Linear) -> None:
+    def __init__(self, s: Shape, mlp: nn.Module, router: Router) -> None:
         nn.Module.__init__(self)
         self.experts, self.top_k, self.dtype, self.router, self.mlp = (
             s.experts,
@@ -281,20 +311,28 @@ class Experts(moe_lm.Experts):
         return self.mlp(rows, split_sizes, weight_of_row)
 
 
+class Before(nn.Module):
+    """What comes before the experts: x + attention(norm(x)), and the norm of that."""
+
+    def __init__(self, s: Shape, **factory: Any) -> None:
+        super().__init__()
+        self.attention = Attention(s, **factory)
+        self.attention_norm, self.experts_norm = (nn.RMSNorm(s.hidden, **factory) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.attention(self.attention_norm(x))
+        return x, self.experts_norm(x)
+
+
 class Block(nn.Module):
     """A decoder block. Everything but the MLP is shared by all that are compared."""
 
-    def __init__(self, s: Shape, rest: nn.ModuleDict, mlp: nn.Module) -> None:
+    def __init__(self, s: Shape, before: nn.Module, router: Router, mlp: nn.Module) -> None:
         super().__init__()
-        self.s, self.rest, self.experts = s, rest, Experts(s, mlp, rest["router"])
-        self.attend = torch.compile(self.attention, dynamic=False) if rest["router"].weight.is_cuda else self.attention
-
-    def attention(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x + self.rest["attention"](self.rest["attention_norm"](x))
-        return x, self.rest["experts_norm"](x)
+        self.s, self.before, self.experts = s, before, Experts(s, mlp, router)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, normal = self.attend(x)
+        x, normal = self.before(x)
         tokens = normal.flatten(0, 1)
         y = self.experts(tokens)[0]
         if self.s.shared:
@@ -303,36 +341,28 @@ class Block(nn.Module):
 
 
 class Bench:
-    """All libraries' blocks of one shape in one dtype, over the same weights."""
+    """All libraries' blocks of one shape, over the same weights. wrong: those that computed something else."""
 
-    def __init__(self, s: Shape, only: str, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, s: Shape, device: str, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
         factory = {"device": device, "dtype": dtype}
-        rest = nn.ModuleDict(
-            {
-                "attention": Attention(s, **factory),
-                "attention_norm": nn.RMSNorm(s.hidden, **factory),
-                "experts_norm": nn.RMSNorm(s.hidden, **factory),
-                "router": nn.Linear(s.hidden, s.experts, bias=False, **factory),
-            }
-        )
-        self.s, weights = s, Weights(s, device, dtype)
-        mlps = libraries(s, weights, only)
-        self.blocks = {name: Block(s, rest, mlp) for name, mlp in mlps.items()}
+        before: Any = Before(s, **factory)
+        if device != "cpu":
+            before = torch.compile(before, dynamic=False)
+        chosen, sizes = dealt(s)
+        router = Router(chosen, s, **factory)
+        mlps = libraries(s, Weights(s, device, dtype))
+        self.blocks = {name: Block(s, before, router, mlp) for name, mlp in mlps.items()}
+        self.wrong: list[str] = []
         self.x, self.dy = (torch.randn(s.batch, s.context, s.hidden, **factory) for _ in range(2))
         self.x.requires_grad_()
-        rows = s.batch * s.context * s.top_k
+        rows = s.tokens * s.top_k
         self.rows = torch.randn(rows, s.hidden, **factory).requires_grad_()
         self.drows, self.probs = (
             torch.randn(rows, s.hidden, **factory),
             torch.rand(rows, device=device).requires_grad_(),
         )
-        self.sizes = self.routed(next(iter(self.blocks.values())))
-
-    @torch.no_grad()
-    def routed(self, block: Block) -> Tensor:
-        """Rows of each expert in this step."""
-        return block.experts(block.attention(self.x)[1].flatten(0, 1))[2]
+        self.sizes = torch.tensor(sizes, device=device)
 
     def step(self, name: str) -> tuple[Tensor, ...]:
         """The block's output and all gradients."""
@@ -345,29 +375,34 @@ class Bench:
         wanted = [self.rows, self.probs, *(p for n, p in mlp.named_parameters() if not n.startswith("dense"))]
         return torch.autograd.grad(mlp(self.rows, self.sizes, self.probs), wanted, self.drows)
 
-    def check(self, bound: float) -> None:
-        """All blocks give the same output and gradient of x, RuntimeError where one does not. What does not run is left
-        out, with its words.
+    def check(self, bounds: dict[str, float]) -> None:
+        """Leave out what does not run, and what gives another output or gradient of x than the first block; say so, and
+        how long each one's first step took. bounds: of the relative errors, by dtype.
         """
-        first, *others = self.blocks
-        want = [t.float() for t in self.step(first)[:2]]
-        for name in others:
+        want: tuple[Tensor, ...] = ()
+        for name in list(self.blocks):
+            begin = time.perf_counter()
             try:
-                found = self.step(name)
-            except (RuntimeError, ValueError, AssertionError) as refused:
-                print(f"{name} does not run: {str(refused).splitlines()[0]}", flush=True)
+                found = self.step(name)[:2]
+                want = want or found
+                errors = [relative_error(*each) for each in zip(found, want, strict=True)]
+            except Exception as refused:  # the others are measured without it
+                print(f"{name} does not run: {type(refused).__name__}: {str(refused)[:200]}", flush=True)
                 del self.blocks[name]
                 continue
-            for got, wanted in zip(found, want, strict=False):
-                error = ((got.float() - wanted).norm() / wanted.norm()).item()
-                if not error < bound:
-                    raise RuntimeError(f"{name} is {error:.1e} away from {first}")
+            seconds = f"first step {time.perf_counter() - begin:.1f} s"
+            away = ", ".join(f"{error:.1e}" for error in errors)
+            print(f"{name}: {seconds}, {away} away from {next(iter(self.blocks))}", flush=True)
+            if not all(error < bounds[name.split()[1]] for error in errors):
+                print(f"{name} is wrong, and left out", flush=True)
+                self.wrong.append(name)
+                del self.blocks[name]
 
     def times(self, run: Callable[[str], object]) -> dict[str, float]:
         """Milliseconds of each library."""
         calls = {name: (lambda name=name: run(name)) for name in self.blocks}
         if self.x.is_cuda:
-            return medians(calls)
+            return medians(calls, rounds=9, warmups=2)
         found = {}
         for name, call in calls.items():
             begin = time.perf_counter()
@@ -376,19 +411,24 @@ class Bench:
         return found
 
 
-def measure(shape: str, s: Shape, only: str, device: str) -> list[dict[str, Any]]:
-    """A row for each library: milliseconds of the step, and of the MLP alone."""
-    bench, keeps = Bench(s, only, device, torch.bfloat16), torch.is_autocast_cache_enabled()
+def measure(shape: str, bench: Bench) -> Iterator[list[dict[str, Any]]]:
+    """A row for each library and dtype: milliseconds of the step; then, once more, with those of the MLP alone."""
+    keeps = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # weights are quantised at every step
     try:
-        bench.check(0.2 if only == "fp8" else 0.02)
-        steps, mlps = bench.times(bench.step), bench.times(bench.mlp)
+        bench.check({"bf16": 0.02, "fp8": 0.2})
+        rows: list[dict[str, Any]] = []
+        for name, ms in bench.times(bench.step).items():
+            library, dtype = name.split()
+            rows.append({"shape": shape, "dtype": dtype, "library": library, "ms": round(ms, 3), "mlp_ms": None})
+        yield rows
+        mlps = bench.times(bench.mlp)
+        for row in rows:
+            ms = mlps.get(f"{row['library']} {row['dtype']}")
+            row["mlp_ms"] = ms and round(ms, 3)
+        yield rows
     finally:
         torch.set_autocast_cache_enabled(keeps)
-    return [
-        {"shape": shape, "dtype": only, "library": name, "ms": round(steps[name], 3), "mlp_ms": round(mlps[name], 3)}
-        for name in steps
-    ]
 
 
 def report(rows: list[dict[str, Any]]) -> list[str]:
@@ -401,10 +441,9 @@ def report(rows: list[dict[str, Any]]) -> list[str]:
             for (shape, dtype), ms in ours.items()
             if shape == r["shape"] and (r["library"], r["dtype"]) != ("ours", dtype)
         ]
-        lines.append(
-            f"{r['shape']:8} {r['dtype']:5} {r['library']:8} step {r['ms']:9.3f} ms, of it mlp {r['mlp_ms']:9.3f} ms  "
-            + ", ".join(saved)
-        )
+        part = "" if r["mlp_ms"] is None else f", of it mlp {r['mlp_ms']:9.3f} ms"
+        what = f"{r['shape']:8} {r['dtype']:5} {r['library']:8} step {r['ms']:9.3f} ms{part}"
+        lines.append(f"{what}  {', '.join(saved)}")
     return lines
 
 
@@ -421,8 +460,9 @@ def plot(rows: list[dict[str, Any]], heading: str, file: Path) -> None:
         own = [r for r in rows if r["shape"] == shape]
         for at, r in enumerate(own):
             colour = "tab:green" if r["library"] == "ours" else "tab:grey"
-            panel.bar(at, r["mlp_ms"], color=colour)
-            panel.bar(at, r["ms"] - r["mlp_ms"], bottom=r["mlp_ms"], color=colour, alpha=0.4)
+            mlp = r["mlp_ms"] or 0.0
+            panel.bar(at, mlp, color=colour)
+            panel.bar(at, r["ms"] - mlp, bottom=mlp, color=colour, alpha=0.4)
             panel.text(at, r["ms"], f"{r['ms']:.1f}", ha="center", va="bottom", fontsize=8)
         panel.set_xticks(range(len(own)), [f"{r['library']}\n{r['dtype']}" for r in own], fontsize=8)
         panel.set(title=f"{shape}: dark the MLP, light the rest", ylabel="ms, forward and backward")
@@ -454,14 +494,21 @@ def main() -> None:
         return
     heading = f"{torch.cuda.get_device_name()}, {versions()}, {datetime.date.today()}"
     print(heading, flush=True)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    wrong: list[str] = []
     for shape in args.shapes.split(","):
-        for only in ("bf16", "fp8"):
-            rows += measure(shape, SHAPES[shape], only, "cuda")
-            torch.cuda.empty_cache()
-    print(*report(rows), sep="\n")
-    if args.json:
-        args.json.write_text(json.dumps({"heading": heading, "rows": rows}, indent=1) + "\n")
+        bench = Bench(SHAPES[shape], "cuda", torch.bfloat16)
+        found: list[dict[str, Any]] = []
+        for found in measure(shape, bench):
+            print(*report(found), sep="\n", flush=True)
+            if args.json:
+                args.json.write_text(json.dumps({"heading": heading, "rows": rows + found}, indent=1) + "\n")
+        rows += found
+        wrong += bench.wrong
+        del bench
+        torch.cuda.empty_cache()
+    if wrong:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

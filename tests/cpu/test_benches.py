@@ -13,44 +13,68 @@ from tests.bench import bench_block
 TINY = {
     "gptoss": replace(
         bench_block.SHAPES["gptoss"], batch=2, context=8, hidden=64, heads=4, kv_heads=2, head=16, experts=4, top_k=2,
-        width=64,
+        width=64, multiple=4,
     ),
     "dsv3": replace(
         bench_block.SHAPES["dsv3"], context=8, hidden=64, heads=4, kv_heads=4, head=16, experts=4, top_k=2, width=64,
-        latent=(48, 32), rope=16, shared=64,
+        latent=(48, 32), rope=16, shared=64, multiple=2,
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", TINY)
-def test_blocks_of_all_libraries_are_one_block(shape: str) -> None:
-    bench = bench_block.Bench(TINY[shape], "bf16", "cpu", torch.float32)
+def test_blocks_of_all_libraries_are_one_block(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = bench_block.Bench(TINY[shape], "cpu", torch.float32)
     assert int(bench.sizes.sum()) == len(bench.rows)
     results = {}
     for name, block in bench.blocks.items():
         y, dx, *grads = bench.step(name)
         places = [p.data_ptr() for p in block.parameters()]  # all are over the same weights
         results[name] = {"y": y, "dx": dx, **dict(zip(places, grads, strict=True))}
-    assert results["ours"].keys() == results["unfused"].keys() == results["torch"].keys()
-    for name in ("unfused", "torch"):
-        for key, want in results["ours"].items():
-            torch.testing.assert_close(results[name][key], want)
-    bench.check(1e-5)
-    weight = bench.blocks["torch"].experts.mlp.weights[0]
+    want = results["torch bf16"]
+    assert all(found.keys() == want.keys() for found in results.values())
+    for name in ("ours bf16", "unfused bf16"):
+        for key, each in want.items():
+            torch.testing.assert_close(results[name][key], each)
+    bounds = {"bf16": 1e-5, "fp8": 0.2}
+    bench.check(bounds)
+    assert list(bench.blocks) == list(results) and not bench.wrong
+    weight = bench.blocks["unfused bf16"].experts.mlp.mlp[0].weight
     weight.data = weight.data * 1.1
-    with pytest.raises(RuntimeError, match=r"torch is .* away from ours"):
-        bench.check(1e-5)
+    bench.blocks["ours fp8"].experts.mlp.mlp = None
+    bench.check(bounds)
+    assert list(bench.blocks) == ["torch bf16", "ours bf16"] and bench.wrong == ["unfused bf16"]
+    told = capsys.readouterr().out
+    assert "unfused bf16 is wrong" in told and "ours fp8 does not run: TypeError" in told
+
+
+@pytest.mark.parametrize("shape", bench_block.SHAPES)
+def test_experts_get_the_rows_that_they_were_dealt(shape: str) -> None:
+    s = bench_block.SHAPES[shape]
+    chosen, sizes = bench_block.dealt(s)
+    assert chosen.shape == (s.tokens, s.top_k) and all(size and size % 128 == 0 for size in sizes)
+    assert torch.equal(chosen.flatten().bincount(), torch.tensor(sizes))
+    assert (chosen.sort(dim=1).values.diff(dim=1) > 0).all()
+    tiny = bench_block.Bench(TINY[shape], "cpu", torch.float32)
+    experts = tiny.blocks["torch bf16"].experts
+    assert torch.equal(experts(tiny.x.flatten(0, 1))[2], tiny.sizes)
 
 
 def test_a_report_and_a_chart(tmp_path: Path) -> None:
-    rows = [row for only in ("bf16", "fp8") for row in bench_block.measure("dsv3", TINY["dsv3"], only, "cpu")]
+    first, rows = [
+        [dict(row) for row in found]
+        for found in bench_block.measure("dsv3", bench_block.Bench(TINY["dsv3"], "cpu", torch.bfloat16))
+    ]
     assert [(r["library"], r["dtype"]) for r in rows] == [
-        ("ours", "bf16"), ("unfused", "bf16"), ("torch", "bf16"), ("ours", "fp8"),
+        ("torch", "bf16"), ("ours", "bf16"), ("unfused", "bf16"), ("ours", "fp8"),
     ]  # fmt: skip
     assert torch.is_autocast_cache_enabled(), "a bench leaves things as they were"
     assert min(r[key] for r in rows for key in ("ms", "mlp_ms")) > 0
-    rows = [{**r, "ms": ms, "mlp_ms": 1.0} for r, ms in zip(rows, (3.0, 6.0, 4.0, 2.0), strict=True)]
+    assert [{**r, "mlp_ms": None} for r in rows] == first
+    bench_block.plot(first, "none", tmp_path / "first.png")
+    assert "mlp" not in bench_block.report(first)[0]
+    rows = [{**r, "ms": ms, "mlp_ms": 1.0} for r, ms in zip(rows, (4.0, 3.0, 6.0, 2.0), strict=True)]
     text = bench_block.report(rows)
-    assert "ours in bf16 saves 25.0%, ours in fp8 saves 50.0%" in text[2]
+    assert "of it mlp     1.000 ms  ours in bf16 saves 25.0%, ours in fp8 saves 50.0%" in text[0]
     bench_block.plot(rows, "none", tmp_path / "block.png")
     assert (tmp_path / "block.png").read_bytes().startswith(b"\x89PNG")
