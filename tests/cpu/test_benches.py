@@ -60,6 +60,12 @@ def test_experts_get_the_rows_that_they_were_dealt(shape: str) -> None:
     assert torch.equal(experts(tiny.x.flatten(0, 1))[2], tiny.sizes)
 
 
+@pytest.mark.parametrize("shape", bench_block.SHAPES)
+def test_kernels_that_are_compiled_ahead(shape: str) -> None:
+    modules = {module.split(".")[-1] for module, _, _ in bench_block.kernels_of(bench_block.SHAPES[shape])}
+    assert {"grouped_gemm_kernel", "grouped_wgrad_kernel", "fp8_grouped_gemm_kernel", "fp8_wgrad_kernel"} <= modules
+
+
 def test_a_report_and_a_chart(tmp_path: Path) -> None:
     first, rows = [
         [dict(row) for row in found]
@@ -78,3 +84,24 @@ def test_a_report_and_a_chart(tmp_path: Path) -> None:
     assert "of it mlp     1.000 ms  ours in bf16 saves 25.0%, ours in fp8 saves 50.0%" in text[0]
     bench_block.plot(rows, "none", tmp_path / "block.png")
     assert (tmp_path / "block.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_our_experts_in_a_model_are_held_against_fp32() -> None:
+    """Where transformers' own sum of many rows is far off, ours is not; where ours is wrong, nothing is measured."""
+    pytest.importorskip("transformers")
+    from tests.bench import bench_huggingface as hf
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    hf.huggingface.install()
+    try:
+        case = hf.Case("gpt_oss", 1, 1, 1024, "cpu", hf.Widths(64, 64, 4, 2, heads))
+        errors = case.errors(["fusible_ops", "grouped_mm", "nobodys"])
+        assert list(errors) == ["fusible_ops", "grouped_mm"]
+        assert max(errors["fusible_ops"].values()) < 0.005
+        assert all(errors["grouped_mm"][f"d{name}_proj_bias"] > 0.02 for name in ("gate_up", "down"))
+        right = case.one_layer
+        case.one_layer = lambda each: tuple(1.03 * t for t in right(each))  # type: ignore[method-assign]
+        with pytest.raises(AssertionError, match="dgate_up_proj"):
+            hf.bench(case, "gpt_oss", ["fusible_ops"])
+    finally:
+        hf.huggingface.uninstall()
