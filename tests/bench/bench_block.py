@@ -28,9 +28,12 @@ import argparse
 import contextlib
 import datetime
 import json
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +44,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusible_ops as ops
+from cute_kernels import launch
+from cute_kernels.rehearsal import rehearsal
 from fusible_ops.bench.timing import medians, uneven_splits
 from tests.compare import relative_error
 
@@ -268,6 +273,30 @@ def libraries(s: Shape, weights: Weights) -> dict[str, nn.Module]:
     return found
 
 
+def kernels_of(s: Shape) -> list[launch.Spec]:
+    """Our kernels in a step of this shape, in both dtypes."""
+    with rehearsal("sm_90a") as kernels, torch.device("meta"):
+        mlps = libraries(s, Weights(s, "meta", torch.bfloat16))
+        count = s.tokens * s.top_k
+        rows, tokens = (torch.empty(n, s.hidden, dtype=torch.bfloat16, requires_grad=True) for n in (count, s.tokens))
+        sizes, probs = torch.empty(s.experts, dtype=torch.int64), torch.empty(count, requires_grad=True)
+        for name in ("ours bf16", "ours fp8"):
+            mlps[name](rows, sizes, probs).sum().backward()
+            if s.shared:
+                mlps[name].shared(tokens).sum().backward()
+    return list(kernels)
+
+
+def compile_ahead(shapes: list[str]) -> None:
+    """Fill the cache of kernels, all cores at work: one by one, as steps ask for them, takes minutes."""
+    begin = time.perf_counter()
+    kernels = list(dict.fromkeys(kernel for shape in shapes for kernel in kernels_of(SHAPES[shape])))
+    jobs = min(len(kernels), os.cpu_count() or 1)
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        new = sum(pool.map(launch.precompile, *zip(*kernels, strict=True)))
+    print(f"{len(kernels)} kernels, {new} compiled now; {time.perf_counter() - begin:.0f} s", flush=True)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The block
 
@@ -492,11 +521,13 @@ def main() -> None:
         found = json.loads(args.json.read_text())
         plot(found["rows"], found["heading"], args.plot)
         return
+    shapes = args.shapes.split(",")
+    compile_ahead(shapes)
     heading = f"{torch.cuda.get_device_name()}, {versions()}, {datetime.date.today()}"
     print(heading, flush=True)
     rows: list[dict[str, Any]] = []
     wrong: list[str] = []
-    for shape in args.shapes.split(","):
+    for shape in shapes:
         bench = Bench(SHAPES[shape], "cuda", torch.bfloat16)
         found: list[dict[str, Any]] = []
         for found in measure(shape, bench):
