@@ -18,6 +18,7 @@ import importlib.util
 import os
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -42,7 +43,9 @@ def load() -> Any:
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("needs transformer-engine (pip install --no-deps transformer-engine==2.20.2 will do)")
     if is_real():
-        return importlib.import_module("transformer_engine.pytorch.ops")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what its imports use that torch has deprecated
+            return importlib.import_module("transformer_engine.pytorch.ops")
     with _nothing_compiled():
         for name in PARTS:
             importlib.import_module(f"transformer_engine.pytorch.{name}")
