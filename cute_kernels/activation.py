@@ -20,6 +20,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from cute_kernels.hashing import hashed_once
+
 GLU_KINDS = ("swiglu", "geglu", "clamped_swiglu", "glu", "qgeglu", "reglu", "sreglu", "situglu")
 UNARY_KINDS = ("gelu", "silu", "relu", "srelu", "qgelu", "tanh_srelu")
 KINDS = GLU_KINDS + UNARY_KINDS
@@ -34,6 +36,7 @@ QUICK = 1.702
 _POSITIVE = ("beta1", "beta2", "clamp_scale")
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Activation:
     """An activation function and its constants.
@@ -68,11 +71,6 @@ class Activation:
             value = getattr(self, name)
             if name in _POSITIVE and not (value is not None and 0 < value < math.inf):
                 raise ValueError(f"{name} must be finite and positive; got {value}")
-        object.__setattr__(self, "_hash", hash((self.kind, *(getattr(self, name) for name in own))))
-
-    def __hash__(self) -> int:
-        """Computed once: every launch looks its plan up."""
-        return self._hash  # type: ignore[attr-defined]
 
     def constants(self) -> dict[str, float | None]:
         """Every constant by name, those of other kinds included."""

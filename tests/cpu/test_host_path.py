@@ -7,6 +7,7 @@ from call to call never changes a launch.
 from __future__ import annotations
 
 import gc
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusible_ops as ops
 from cute_kernels import launch
 from cute_kernels import ops as kernels
+from cute_kernels.activation import Activation
 from cute_kernels.facts import facts
 from cute_kernels.hopper import grouped_gemm
 from fusible_ops import route
@@ -241,3 +243,12 @@ def test_checks_are_made_anew_for_every_kind_of_call(launched: list) -> None:
     with pytest.raises(RuntimeError, match=r"run unfused"):
         model(x, splits, probs, splits)
     assert len(launched) == 3
+
+
+def test_a_hash_is_kept_and_stays_in_its_process() -> None:
+    """Another hashes strings otherwise, and would not find what is equal."""
+    activation = Activation("clamped_swiglu", limit=7.0)
+    assert "_hash" not in vars(activation), "made inside a graph of torch.compile, it cannot be hashed"
+    assert hash(activation) == vars(activation)["_hash"]
+    again = pickle.loads(pickle.dumps(activation))
+    assert "_hash" not in vars(again) and again == activation and hash(again) == hash(activation)

@@ -10,10 +10,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.source import ConstantSource
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import fusible_ops as ops
+from cute_kernels.activation import Activation
+from cute_kernels.activation_reference import activation_backward, activation_forward
 from tests.cases import Splits
 from tests.compare import assert_bitwise_equal
 from tests.models import MLP, as_if_on
@@ -74,15 +78,37 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_graphs_for_all_row_counts_and_splits(fused: bool, case: str) -> None:
-    """Forward and gradients are eager's bits, with its strides."""
+    """Forward and gradients are eager's bits, with its strides. Calls that record nothing have as many of their own."""
     activation = case if case in ("srelu", "scaled_swiglu") else "swiglu"
     model = Block(MLP(activation, **CASES[case]))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for rows in (*SIZES, 300):
         given = inputs(rows)
-        assert_alike(train(model, compiled, *given), train(model, model, *given))
+        got = train(model, compiled, *given)
+        assert_alike(got, train(model, model, *given))
+        x, splits, probs, _ = given
+        assert_bitwise_equal(compiled(x.requires_grad_(), splits, probs.requires_grad_()).detach(), got[0])
     assert counter.frame_count <= 2
+    with torch.no_grad():
+        for rows in (300, 512, 256):
+            given = inputs(rows)[:3]
+            assert_bitwise_equal(compiled(*given), model(*given))
+    assert counter.frame_count <= 4
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "srelu"])
+def test_row_counts_stay_symbols_in_formulas(kind: str) -> None:
+    """Where nothing says that something compiles, too: some versions of torch do not."""
+    shapes, symbol = ShapeEnv(), DimDynamic.DYNAMIC
+    mode = FakeTensorMode(shape_env=shapes)
+    rows = StatelessSymbolicContext([symbol, DimDynamic.STATIC])
+    preact = mode.from_tensor(torch.randn(300, 64), symbolic_context=rows, source=ConstantSource("preact"))
+    with mode:
+        act = activation_forward(preact, Activation(kind))
+        dpreact, _ = activation_backward(act, preact, Activation(kind))
+    assert all(isinstance(t.shape[0], torch.SymInt) for t in (preact, act, dpreact))
+    assert not shapes.guards
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own imports
