@@ -22,6 +22,7 @@ from cute_kernels.target import Target
 from fusible_ops.integrations import te_fused
 from fusible_ops.integrations import transformer_engine as plugin
 from fusible_ops.integrations.te_parts import runs_of
+from tests.bench.bench_te_plugin import plans_with_ours
 from tests.cases import TAIL
 from tests.compare import assert_bitwise_equal
 from tests.models import MLP, Inputs, as_if_on, step
@@ -380,6 +381,21 @@ def test_install_twice_is_once_and_uninstall_gives_it_back(te: Any) -> None:
     plugin.uninstall()
     plugin.uninstall()
     assert plugin.fuse not in functions
+
+
+def test_a_plan_of_theirs_is_for_one_grad_mode(te: Any) -> None:
+    """One that was made before stays; a later plan, of another grad mode, is ours; the bench needs that."""
+    pair = Pair(te)
+    (run,) = te.Sequential._make_module_groups(list(pair.theirs))
+    x, splits, probs = pair.inputs.x, TAIL.tensor(DEVICE), pair.inputs.probs
+    given = [[splits], [probs], [splits, probs]]
+    plugin.uninstall()
+    run.maybe_fuse_ops(True, None, x, given)
+    plugin.install()
+    run.maybe_fuse_ops(True, None, x, given)
+    assert plans_with_ours(run) == [False]
+    run.maybe_fuse_ops(False, None, x, given)
+    assert plans_with_ours(run) == [False, True]
 
 
 def test_all_of_their_activations_have_counterparts(te: Any) -> None:

@@ -21,6 +21,7 @@ import fusible_ops as ops
 from fusible_ops.bench.grouped_mlp import make_problem
 from fusible_ops.bench.peers import Calls, Problem
 from fusible_ops.bench.timing import medians
+from fusible_ops.integrations import te_fused
 from fusible_ops.integrations import transformer_engine as plugin
 from tests.bench.bench_grouped_mlp import SHAPES
 
@@ -53,9 +54,11 @@ class Layer:
         self.add("ours", ops.Sequential(own1, ops.ScaledSwiGLU(), own2, on_unfused="error"))
 
     def add(self, name: str, model: Any) -> None:
+        """A container, whose plans for all parts are made now: Transformer Engine makes one for each grad mode."""
         self.models[name] = model
         try:
-            self.both(name)
+            for part in PARTS:
+                self.calls(part)[name]()
             torch.cuda.synchronize()
         except (RuntimeError, ValueError) as refused:
             print(f"{name} refuses: {str(refused).splitlines()[0]}", flush=True)
@@ -86,6 +89,20 @@ class Layer:
                 error = ((a - b).norm() / a.norm()).item()
                 assert error < (0.05 if self.recipe else 0.01), error
 
+    def check_plans(self) -> None:
+        """No plan of "before" holds an operation of ours, and each of "after" does."""
+        for name, ours in (("before", False), ("after", True)):
+            if name in self.models:
+                (run,) = self.models[name]._module_groups
+                found = plans_with_ours(run)
+                assert found == [ours] * len(PARTS), (name, found)
+
+
+def plans_with_ours(run: Any) -> list[bool]:
+    """Of the plans that a run of Transformer Engine's has made, which hold an operation of ours."""
+    plans = run._fused_ops_cache.values()
+    return [any(isinstance(op, te_fused.Joint) for ops in plan for op, _ in ops) for plan in plans]
+
 
 def bench(shape: str, te: Any) -> None:
     p = make_problem(*SHAPES[shape])
@@ -97,6 +114,7 @@ def bench(shape: str, te: Any) -> None:
             for name, ms in times.items():
                 what = "block" if block else "bf16"
                 print(f"{shape:11s} {what:5s} {part:19s} {name:7s} {ms:8.3f} ms x{ms / times['after']:.3f}", flush=True)
+        layer.check_plans()
 
 
 def main() -> None:
