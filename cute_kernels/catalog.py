@@ -153,6 +153,32 @@ SM90_FP8_GROUPED_GEMM_DACT = _sm90(
 )
 SM90_FP8_GROUPED_WGRAD = _sm90("fp8_grouped_wgrad", "fp8_wgrad", *_sixteens("N", "K"))
 
+_BF16 = one_of("dtype", ("bfloat16",))
+
+
+def _thirty_twos(*letters: str) -> tuple[Limit, ...]:
+    """32 values with a scale, 16-byte rows of 4-bit elements, columns that a thread writes at once."""
+    return tuple(multiple_of(letter, 32, fix="pad the layer's features") for letter in letters)
+
+
+_BLOCKS_OF_HALVES = interleave_fits("glu_interleave", "I", (32,), fix="pack_glu_weights_(interleave=32) does it")
+SM90_MXFP8_QUANTIZE = _sm90("mxfp8_quantize", "mxfp8_quantize", _BF16, *_thirty_twos("K"))
+SM90_MXFP8_DEQUANTIZE = _sm90("mxfp8_dequantize", "mxfp8_quantize", *_thirty_twos("K"))
+SM90_MXFP8_QUANTIZE_WEIGHT = _sm90("mxfp8_quantize_weight", "mxfp8_quantize", _BF16, *_thirty_twos("N", "K"))
+SM90_MXFP8_GROUPED_GEMM_ACT = _sm90(
+    "mxfp8_grouped_gemm_act",
+    "mxfp8_grouped_gemm",
+    _BF16,
+    *_thirty_twos("K", "I"),
+    *_eights("N"),
+    _ACTIVATION,
+    _BLOCKS_OF_HALVES,
+    stored_interleave_fits("transposed_weight", "glu_interleave"),
+)
+SM90_MXFP8_GROUPED_GEMM_DACT = _sm90(
+    "mxfp8_grouped_gemm_dact", "mxfp8_grouped_gemm", _BF16, *_thirty_twos("H", "I"), _ACTIVATION
+)
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Blackwell, by cuDNN Frontend. Compiled and call-checked without one, not run. Its architecture check also lets SM120
 # pass, for which its kernels then do not compile.
@@ -166,7 +192,6 @@ FORMATS = ("bfloat16", "mxfp8", "nvfp4")
 SM100_ACTIVATION = one_of("activation", SM100_ACTIVATIONS, fix=NO_TANH_GEGLU)
 _HAS_CLAMP = given_for("limit", "activation", "clamped_swiglu", fix="cuDNN Frontend's kernel always clamps")
 _SRELU = one_of("activation", ("srelu", "tanh_srelu"))
-_BF16 = one_of("dtype", ("bfloat16",))
 _GROUPS = at_most("G", 1024)
 _HALVES = multiple_of("I", 32, fix="gate and up lie in blocks of 32 columns")
 _INTERLEAVED = interleave_fits("glu_interleave", "I", (32,), plain=False, fix=PACKING)
@@ -178,11 +203,6 @@ def _clamp(**constants: float) -> tuple[Limit, ...]:
     return tuple(
         fixed_for(name, value, "activation", "clamped_swiglu", fix=BUILT_IN) for name, value in constants.items()
     )
-
-
-def _thirty_twos(*letters: str) -> tuple[Limit, ...]:
-    """32 values with a scale, 16-byte rows of 4-bit elements, columns that a thread writes at once."""
-    return tuple(multiple_of(letter, 32, fix="pad the layer's features") for letter in letters)
 
 
 def _sums(format: str, *letters: str) -> tuple[Limit, ...]:
@@ -248,6 +268,11 @@ KERNELS: Mapping[str, Kernel] = {
         SM90_FP8_GROUPED_GEMM_ACT,
         SM90_FP8_GROUPED_GEMM_DACT,
         SM90_FP8_GROUPED_WGRAD,
+        SM90_MXFP8_QUANTIZE,
+        SM90_MXFP8_DEQUANTIZE,
+        SM90_MXFP8_QUANTIZE_WEIGHT,
+        SM90_MXFP8_GROUPED_GEMM_ACT,
+        SM90_MXFP8_GROUPED_GEMM_DACT,
         *(kernel for rows in SM100.values() for kernel in rows.values()),
     )
 }

@@ -61,7 +61,7 @@ def pack4(first, second, third, fourth, *, loc=None, ip=None):
     )  # fmt: skip
 
 
-def _widen(target: str, word: str, upper: bool, source: str) -> str:
+def widen(target: str, word: str, upper: bool, source: str) -> str:
     """PTX: an FP32 register from half of a word."""
     if source == "bfloat16":
         return f"and.b32 {target}, {word}, 0xffff0000;" if upper else f"shl.b32 {target}, {word}, 16;"
@@ -77,7 +77,7 @@ def pack_scaled(words, uppers, factor, source: str, *, loc=None, ip=None):
     """
     operands = [Uint32(word).ir_value(loc=loc, ip=ip) for word in words]
     operands.append(Float32(factor).ir_value(loc=loc, ip=ip))
-    steps = "\n".join(f"{_widen(f'x{i}', f'${i + 1}', uppers[i], source)} mul.f32 x{i}, x{i}, $5;" for i in range(4))
+    steps = "\n".join(f"{widen(f'x{i}', f'${i + 1}', uppers[i], source)} mul.f32 x{i}, x{i}, $5;" for i in range(4))
     text = f"""{{
         .reg .b16 low, high, half, none;
         .reg .b32 x0, x1, x2, x3;
@@ -101,7 +101,7 @@ def add_half(total, word, upper: bool, source: str, *, loc=None, ip=None):
     text = f"""{{
         .reg .b16 half, none;
         .reg .b32 x;
-        {_widen("x", "$2", upper, source)}
+        {widen("x", "$2", upper, source)}
         add.f32 $0, $1, x;
     }}"""
     return Float32(
