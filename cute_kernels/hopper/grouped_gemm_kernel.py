@@ -45,6 +45,8 @@ from cute_kernels.hopper.configs import CONSUMERS, SETS, Options
 from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.activation import Activate
 from cute_kernels.hopper.epilogues.dactivation import Differentiate
+from cute_kernels.hopper.epilogues.mxfp8_activation import ActivateMxfp8
+from cute_kernels.hopper.epilogues.mxfp8_dactivation import DifferentiateMxfp8
 from cute_kernels.hopper.epilogues.store import Store
 from cute_kernels.hopper.operand_views import partition, rows_view, weight_view
 from cute_kernels.hopper.schedule import locate, seek
@@ -124,7 +126,7 @@ class GroupedGemm:
             one = cute.slice_(epilogue.staging_layout(1, self.dtype), (None, None, 0))
             atom_e, tma_e = cpasync.make_tiled_tma_atom(load, saved, one, (epilogue.ROWS, epilogue.COLS))
         sinks = [epilogue.make_sink(*sink) for sink in self.epilogue.sinks(self.epilogue.Args(*epilogue_args))]
-        sinks += [(None, None)] * (2 - len(sinks))
+        sinks += [(None, None)] * (3 - len(sinks))
         major = OperandMajorMode.MN if const_expr(self.contracts_rows) else OperandMajorMode.K
         mma = sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (1, 1, 1), (64, self.tile_n)
@@ -154,6 +156,7 @@ class GroupedGemm:
             tma_e,
             *sinks[0],
             *sinks[1],
+            *sinks[2],
             table,
             offsets,
             counter,
@@ -178,6 +181,8 @@ class GroupedGemm:
         tma_0,
         atom_1,
         tma_1,
+        atom_2,
+        tma_2,
         table: cute.Tensor,
         offsets: cute.Tensor,
         counter: cute.Tensor | None,
@@ -239,7 +244,7 @@ class GroupedGemm:
                 consumer * self.epilogue.pieces,
                 bias[None, consumer] if const_expr(self.has_bias(epilogue_args)) else None,
                 pipeline.NamedBarrier(barrier_id=group_of_warps, num_threads=128),
-                (epilogue.Sink(atom_0, tma_0), epilogue.Sink(atom_1, tma_1)),
+                tuple(epilogue.Sink(*sink) for sink in ((atom_0, tma_0), (atom_1, tma_1), (atom_2, tma_2))),
                 epilogue.Source(atom_e, tma_e),
                 memory.filled.data_ptr() + consumer * SETS,
                 thread % 128,
@@ -390,7 +395,10 @@ def make_epilogue(options: Options):
         return Store(cut, config.pieces, options.zero_tail)
     if options.kind == "act":
         blocks = options.glu_interleave, options.preact_interleave
-        return Activate(options.activation, cut, config.pieces, *blocks, options.zero_tail)
+        activate = ActivateMxfp8 if options.mxfp8 else Activate
+        return activate(options.activation, cut, config.pieces, *blocks, options.zero_tail)
+    if options.mxfp8:
+        return DifferentiateMxfp8(options.activation, cut, options.rowwise, options.columnwise, options.keeps)
     return Differentiate(options.activation, cut, options.preact_interleave, options.keeps, options.zero_tail)
 
 
@@ -423,6 +431,9 @@ def fake_epilogue(options: Options, rows, columns) -> tuple:
     partial = None
     if options.has_dprobs:
         partial = make_fake_compact_tensor(Float32, (rows, cute.sym_int()), stride_order=(1, 0), assumed_align=4)
+    if options.mxfp8:
+        copies = (matrix(dtype, rows, pre) if wanted else None for wanted in (options.rowwise, options.columnwise))
+        return *copies, act, partial, strided_rows(dtype, rows, pre), factor
     return matrix(dtype, rows, pre), act, partial, strided_rows(dtype, rows, pre), factor
 
 

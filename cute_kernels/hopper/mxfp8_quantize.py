@@ -32,19 +32,12 @@ RESTORED_COLUMNS = 8
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """Static facts of one compiled kernel: which results are wanted."""
+    """Static facts of one compiled kernel: which results are wanted. square: rowwise is in blocks of 32x32."""
 
     rowwise: bool
     columnwise: bool
     stored: bool
-
-
-@dataclass(frozen=True)
-class QuantizeWeightOptions:
-    """Static facts of one compiled kernel. square: blocks of 32x32, of which there is one result."""
-
-    columnwise: bool
-    square: bool
+    square: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,11 +142,13 @@ def mxfp8_quantize_weight(
     grid = _weight_grid(tuple(map(facts, weights)), sm_margin)
     rows = torch.empty(shape, dtype=first.dtype, device=first.device)
     columns = torch.empty_like(rows) if columnwise and not square else None
-    kernel = launch.kernel(MODULE, QuantizeWeightOptions(columnwise and not square, square), ARCH)
+    kernel = launch.kernel(MODULE, QuantizeOptions(True, columns is not None, False, square), ARCH)
     stream = launch.current_stream(first.device)
+    height = first.shape[:-1].numel()  # rows of all groups are one: blocks do not span two
+    whole = torch.arange(0, 2 * height, height, dtype=torch.int32, device=first.device)
     for i, w in enumerate(weights):
         parts = (None if out is None else (out if stacked else out[i]).flatten(0, -2) for out in (rows, columns))
-        kernel(w.detach().flatten(0, -2), tuple(parts), grid, stream)
+        kernel(w.detach().flatten(0, -2), whole, whole, (*parts, None, None), grid, stream)
     return Mxfp8Weights(rows, rows if square and columnwise else columns)
 
 

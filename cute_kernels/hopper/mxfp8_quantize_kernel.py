@@ -1,8 +1,7 @@
 """One pass over BF16 matrices on SM90 that gives their MXFP8 values, in BF16 or as stored; and the way back.
 
-    QuantizeRows      x [T, K] of groups: values in blocks of 1x32 and of 32x1, the stored copy in blocks of 32x1
-    QuantizeWeights   w [R, K], all rows one group: values in blocks of 1x32 and of 32x1, or of 32x32
-    Restore           the stored copy of QuantizeRows -> its values [T, K]
+    QuantizeRows   x [T, K] of groups: values in blocks of 1x32 and of 32x1, or of 32x32, the stored copy in 32x1
+    Restore        the stored copy of QuantizeRows -> its values [T, K]
 
 Layouts and formulas: `mxfp8_reference`. K is a multiple of 32, rows of x any multiple of 8 elements apart. A block of
 32 rows begins at a group's first row or a multiple of 32 below it, so it never spans two; rows past the group's end are
@@ -244,26 +243,6 @@ class QuantizeRows(Quantize):
                 self.piece(x, Copies(*copies), piece)
 
 
-class QuantizeWeights(Quantize):
-    """All rows, a multiple of 32 of them."""
-
-    @cute.jit
-    def __call__(self, w: cute.Tensor, copies: tuple, grid: Int32, stream):
-        self.kernel(w, copies).launch(grid=[grid, 1, 1], block=[WARPS * 32, 1, 1], min_blocks_per_mp=1, stream=stream)
-
-    @cute.kernel
-    def kernel(self, w: cute.Tensor, copies: tuple):
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        spans = (w.shape[1] + 32 * COLUMNS - 1) // (32 * COLUMNS)
-        for index in cutlass.range(cta * WARPS + warp, w.shape[0] // BLOCK * spans, ctas * WARPS, unroll=1):
-            row = index // spans * BLOCK
-            column = (index % spans * 32 + cute.arch.lane_idx()) * COLUMNS
-            left = cutlass.min(w.shape[0] - row, BLOCK)  # always 32, which the compiler need not know
-            self.piece(w, Copies(*copies, None, None), Piece(row, left, row, column))
-
-
 class Restore:
     """The values of a stored copy, where the rows were."""
 
@@ -339,18 +318,7 @@ def build_rows(options):
         *(stored(columns) if options.stored else (None, None)),
     )
     x = row_matrix(BFloat16, rows, columns)
-    return QuantizeRows(), (x, *places(), copies, Int32(1), make_fake_stream())
-
-
-def build_weights(options):
-    """w, (rows, columns) each or None, grid size, stream."""
-    rows, columns = thirty_twos(), thirty_twos()
-    copies = (
-        dense(BFloat16, rows, columns),
-        dense(BFloat16, rows, columns) if options.columnwise and not options.square else None,
-    )
-    w = row_matrix(BFloat16, rows, columns)  # as build_rows: steps that are surely the results' are kept, and spill
-    return QuantizeWeights(options.square), (w, copies, Int32(1), make_fake_stream())
+    return QuantizeRows(options.square), (x, *places(), copies, Int32(1), make_fake_stream())
 
 
 def build_restore(options):
@@ -360,7 +328,7 @@ def build_restore(options):
     return Restore(), (*stored(columns), *places(), out, Int32(1), make_fake_stream())
 
 
-_BUILDERS = {"QuantizeOptions": build_rows, "QuantizeWeightOptions": build_weights, "RestoreOptions": build_restore}
+_BUILDERS = {"QuantizeOptions": build_rows, "RestoreOptions": build_restore}
 
 
 def build(options):

@@ -91,10 +91,15 @@ class Activate:
                     piece = epilogue.part(values, index, epilogue.COLS // 2)
                     epilogue.emit(piece, sent, self.pieces, room.sinks[1], tile, room, (block, there), half)
                     sent += 1
-            act = self.preact.rounded(self.apply(self.preact.inputs_of(values), block, factors), dtype, room.thread)
+            results = self.apply(self.preact.inputs_of(values), block, factors)
+            act = self.finished(results, dtype, room.thread)
             zero = epilogue.emit(act, sent, self.pieces, room.sinks[0], tile, room, (block, first), 0)
             sent += 1
         return phase
+
+    def finished(self, results: cute.Tensor, dtype, thread):
+        """A thread's results of a piece as they leave."""
+        return self.preact.rounded(results, dtype, thread)
 
     def apply(self, inputs, block: int, factors):
         """f of a piece of rounded inputs, times the row's factor, in FP32."""
