@@ -37,6 +37,11 @@ from cute_kernels.fp8_ops import fp8_grouped_wgrad_ as fp8_grouped_wgrad_
 from cute_kernels.fp8_ops import fp8_quantize as fp8_quantize
 from cute_kernels.fp8_ops import fp8_quantize_weight as fp8_quantize_weight
 from cute_kernels.fp8_ops import padded_group_offsets as padded_group_offsets
+from cute_kernels.mxfp8_ops import mxfp8_dequantize as mxfp8_dequantize
+from cute_kernels.mxfp8_ops import mxfp8_grouped_gemm_act as mxfp8_grouped_gemm_act
+from cute_kernels.mxfp8_ops import mxfp8_grouped_gemm_dact as mxfp8_grouped_gemm_dact
+from cute_kernels.mxfp8_ops import mxfp8_quantize as mxfp8_quantize
+from cute_kernels.mxfp8_ops import mxfp8_quantize_weight as mxfp8_quantize_weight
 from cute_kernels.padded_mxfp8_ops import padded_mxfp8_gemm as padded_mxfp8_gemm
 from cute_kernels.padded_mxfp8_ops import padded_mxfp8_gemm_act as padded_mxfp8_gemm_act
 from cute_kernels.padded_mxfp8_ops import padded_mxfp8_gemm_dact as padded_mxfp8_gemm_dact

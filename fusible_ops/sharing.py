@@ -6,6 +6,7 @@ import functools
 import itertools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cute_kernels.scheduling import ALONE, Sharing, choose_scheduler, choose_wgrad_scheduler
@@ -14,7 +15,11 @@ COUNTERS = 32
 """Counters of one call of a run. Launches take them in turn: two that share one are so many launches apart, or lie on
 one stream; backward may run more than once, and weight gradients later and elsewhere."""
 WGRADS = frozenset({"grouped_wgrad", "grouped_wgrad_"})
-COUNTED = WGRADS | {f"grouped_{name}" for name in ("gemm", "gemm_", "gemm_dgrad", "gemm_act", "gemm_dact")}
+COUNTED = (
+    WGRADS
+    | {f"grouped_{name}" for name in ("gemm", "gemm_", "gemm_dgrad", "gemm_act", "gemm_dact")}
+    | {"mxfp8_grouped_gemm_act", "mxfp8_grouped_gemm_dact"}
+)
 """Kernels that take tiles."""
 _FP8 = (
     "quantize",
@@ -26,6 +31,7 @@ BOUNDED = (
     COUNTED
     | {"dact", "grouped_dbias", "grouped_dscale"}
     | {f"fp8_{name}" for name in _FP8}
+    | {"mxfp8_quantize", "mxfp8_dequantize", "mxfp8_quantize_weight"}
     | {f"padded_{format}{name}" for format in ("", "mxfp8_", "nvfp4_") for name in _PADDED}
 )
 """Kernels that use more than one SM."""
@@ -62,7 +68,7 @@ class Turns:
         self.numbers = itertools.cycle(range(COUNTERS))
 
     def take(self) -> Tensor:
-        assert self.counters is not None, "kernels that take tiles come after the group offsets"
+        assert self.counters is not None
         return self.counters.narrow(0, next(self.numbers), 1)
 
 
@@ -70,7 +76,8 @@ class SharingKernels:
     """Functions of `kernels` by name, called with the margin, those of `counted` with a counter, and those that can add
     up by atomics so if they may.
 
-    The first group offsets come with the counters of the whole call, all zero.
+    The first group offsets come with the counters of the whole call, all zero; if none come, a launch of its own makes
+    them.
     """
 
     def __init__(self, kernels: Any, sharing: Sharing, counted: frozenset[str], turns: Turns) -> None:
@@ -98,4 +105,7 @@ class SharingKernels:
         return functools.partial(function, **how) if how else function
 
     def _call_with_counter(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._turns.counters is None:  # the run's offsets came padded
+            like = args[0] if isinstance(args[0], Tensor) else args[0][0]
+            self._turns.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=like.device)
         return function(*args, sm_margin=self._sharing.sm_margin, counter=self._turns.take(), **kwargs)

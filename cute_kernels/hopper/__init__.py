@@ -28,11 +28,17 @@ _MODULES = {
     "fp8_grouped_gemm_dact": "fp8_grouped_gemm",
     "fp8_grouped_wgrad": "fp8_wgrad",
     "fp8_grouped_wgrad_": "fp8_wgrad",
+    "mxfp8_quantize": "mxfp8_quantize",
+    "mxfp8_dequantize": "mxfp8_quantize",
+    "mxfp8_quantize_weight": "mxfp8_quantize",
+    "mxfp8_grouped_gemm_act": "mxfp8_grouped_gemm",
+    "mxfp8_grouped_gemm_dact": "mxfp8_grouped_gemm",
 }
 
 
 def function(name: str) -> Callable:
-    """The host function called `name`, with the signature it has in `cute_kernels.reference` or `fp8_reference`."""
+    """The host function called `name`, with the signature it has in `cute_kernels.reference`, `fp8_reference` or
+    `mxfp8_reference`."""
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 

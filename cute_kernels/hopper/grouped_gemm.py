@@ -34,7 +34,7 @@ from cute_kernels.catalog import (
     Kernel,
 )
 from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, ListFacts, Plans, TensorFacts, facts, facts_or_none, list_facts
-from cute_kernels.hopper.configs import Options, Spread, choose, grid_size, row_class
+from cute_kernels.hopper.configs import DACT_MXFP8, Options, Spread, choose, grid_size, row_class
 from cute_kernels.hopper.device_table import addresses, device_table
 from cute_kernels.hopper.operands import KEPT, check_counter, check_shape, is_readable, multiprocessors, readable
 from cute_kernels.hopper.product_operands import (
@@ -95,7 +95,7 @@ def grouped_gemm(
         sm_margin, facts_or_none(counter),
     ))  # fmt: skip
     y = x.new_empty(plan.rows, plan.n) if out is None else out
-    _run(plan, x, weights, offsets, counter, (y, whole(bias), contiguous(scale)))
+    launched(plan, x, weights, offsets, counter, (y, whole(bias), contiguous(scale)))
     return y
 
 
@@ -122,12 +122,12 @@ def _gemm_plan(
     check_factor(kernel, "bias_scale", scale, x)
     check_result(kernel, "out", out, n, x)
     transposed = are_transposed(kernel, weights)
-    options = _options(
-        kernel, "store", x.dtype, n, _spread(kernel, x, groups), K=k, N=n, contracts_rows=transposed,
+    options = options_of(
+        kernel, "store", x.dtype, n, spread_of(kernel, x, groups), K=k, N=n, contracts_rows=transposed,
         separate=weights.separate, has_bias=bias is not None, factor=factor_name(scale), zero_tail=out is None,
         dynamic=check_counter(kernel.name, counter, x),
     )  # fmt: skip
-    return _plan(kernel, options, (x,), groups, n, k, n, sm_margin, transposed)
+    return plan_of(kernel, options, (x,), groups, n, k, n, sm_margin, transposed)
 
 
 def grouped_gemm_dgrad(
@@ -144,7 +144,7 @@ def grouped_gemm_dgrad(
         facts(dy), list_facts(weights), facts(offsets), glu_interleave, sm_margin, facts_or_none(counter)
     ))  # fmt: skip
     dx = dy.new_empty(plan.rows, plan.k)
-    _run(plan, dy, weights, offsets, counter, (dx, None, None))
+    launched(plan, dy, weights, offsets, counter, (dx, None, None))
     return dx
 
 
@@ -162,12 +162,12 @@ def _dgrad_plan(
     groups = check_product(kernel, "dy", dy, n, weights, offsets)
     transposed = are_transposed(kernel, weights)
     check_interleave(kernel, glu_interleave, n, transposed)
-    options = _options(
-        kernel, "store", dy.dtype, k, _spread(kernel, dy, groups), K=k, N=n,
+    options = options_of(
+        kernel, "store", dy.dtype, k, spread_of(kernel, dy, groups), K=k, N=n,
         contracts_rows=not transposed, separate=weights.separate, glu_interleave=glu_interleave,
         dynamic=check_counter(kernel.name, counter, dy),
     )  # fmt: skip
-    return _plan(kernel, options, (dy,), groups, n, k, k, sm_margin, transposed)
+    return plan_of(kernel, options, (dy,), groups, n, k, k, sm_margin, transposed)
 
 
 def grouped_gemm_act(
@@ -197,7 +197,7 @@ def grouped_gemm_act(
     ))  # fmt: skip
     act = x.new_empty(plan.rows, plan.width)
     preact = x.new_empty(plan.rows, plan.n) if save_preact else None
-    _run(plan, x, weights, offsets, counter, (act, preact, whole(bias), contiguous(probs), zero_tail_of))
+    launched(plan, x, weights, offsets, counter, (act, preact, whole(bias), contiguous(probs), zero_tail_of))
     return act, preact
 
 
@@ -227,14 +227,14 @@ def _act_plan(
         raise ValueError(f"{kernel.name}: N is {n}, needs gate and up halves of the same size for {activation.kind}")
     transposed = are_transposed(kernel, weights)
     check_order(kernel, preact_interleave, glu_interleave if activation.is_glu else 0, transposed)
-    options = _options(
-        kernel, "act", x.dtype, n, _spread(kernel, x, groups), K=k, N=n, I=n // activation.halves,
+    options = options_of(
+        kernel, "act", x.dtype, n, spread_of(kernel, x, groups), K=k, N=n, I=n // activation.halves,
         activation=activation, glu_interleave=glu_interleave, preact_interleave=preact_interleave,
         separate=weights.separate, has_bias=bias is not None,
         factor=factor_name(probs), keeps=save_preact, zero_tail=zero_tail, contracts_rows=transposed,
         dynamic=check_counter(kernel.name, counter, x), zeroes_later=later is not None,
     )  # fmt: skip
-    return _plan(kernel, options, (x,), groups, n, k, n, sm_margin, transposed)
+    return plan_of(kernel, options, (x,), groups, n, k, n, sm_margin, transposed)
 
 
 def grouped_gemm_dact(
@@ -264,8 +264,8 @@ def grouped_gemm_dact(
     act = dy.new_empty(plan.rows, plan.k) if need_act else None
     partial = dy.new_empty(plan.rows, plan.tiles, dtype=torch.float32) if need_dprobs else None
     preact = preact if plan.readable else readable(preact)
-    _run(plan, dy, weights, offsets, counter, (dpreact, act, partial, preact, contiguous(probs)))
-    return dpreact, act, None if partial is None else _sum_of_rows(partial)
+    launched(plan, dy, weights, offsets, counter, (dpreact, act, partial, preact, contiguous(probs)))
+    return dpreact, act, None if partial is None else sum_of_rows(partial)
 
 
 @functools.lru_cache(KEPT)
@@ -290,21 +290,21 @@ def _dact_plan(
     check_factor(kernel, "probs", probs, dy)
     check_preact_interleave(kernel, preact_interleave, activation, width)
     transposed = are_transposed(kernel, weights)
-    options = _options(
-        kernel, "dact", dy.dtype, width, _spread(kernel, dy, groups), H=h, I=width,
+    options = options_of(
+        kernel, "dact", dy.dtype, width, spread_of(kernel, dy, groups), H=h, I=width,
         activation=activation, contracts_rows=not transposed, separate=weights.separate, factor=factor_name(probs),
         preact_interleave=preact_interleave, keeps=need_act, has_dprobs=need_dprobs, zero_tail=zero_tail,
         dynamic=check_counter(kernel.name, counter, dy),
     )  # fmt: skip
-    return _plan(kernel, options, (dy, preact), groups, h, width, width, sm_margin, transposed)
+    return plan_of(kernel, options, (dy, preact), groups, h, width, width, sm_margin, transposed)
 
 
-def _sum_of_rows(partial: Tensor) -> Tensor:
+def sum_of_rows(partial: Tensor) -> Tensor:
     """The sum of each row of [T, tiles]; of one tile it is that tile's, without a launch."""
     return partial.sum(1) if partial.shape[1] > 1 else partial.view(-1)
 
 
-def _plan(
+def plan_of(
     kernel: Kernel,
     options: Options,
     by_row: tuple[TensorFacts, ...],
@@ -324,7 +324,7 @@ def _plan(
     return Plan(kernel, options, rows, n, k, width, tiles, grid, all(map(is_readable, by_row)), transposed)
 
 
-def _run(
+def launched(
     plan: Plan,
     x: Tensor,
     weights: Sequence[Tensor],
@@ -364,7 +364,7 @@ def _distances(name: str, places: tuple[int, ...]) -> tuple[int, tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=4096)
-def _options(
+def options_of(
     kernel: Kernel,
     kind: str,
     dtype: torch.dtype,
@@ -387,11 +387,12 @@ def _options(
         dtype=dtype_name(dtype), K=K, N=N, I=I, H=H, glu_interleave=interleave, activation=kind_of_f,
         transposed_weight=kind == "act" and facts["contracts_rows"],
     )  # fmt: skip
-    config = choose(kind, columns, spread, gated, facts.get("has_dprobs", False)).config
+    tiles_for = DACT_MXFP8 if kind == "dact" and facts.get("mxfp8") else kind
+    config = choose(tiles_for, columns, spread, gated, facts.get("has_dprobs", False)).config
     by_rows = 0 if facts.get("preact_interleave") else interleave
     return Options(kind, dtype_name(dtype), config, activation=activation, glu_interleave=by_rows, **facts)
 
 
-def _spread(kernel: Kernel, x: TensorFacts, groups: int) -> Spread:
+def spread_of(kernel: Kernel, x: TensorFacts, groups: int) -> Spread:
     """What is known of the work before the device knows the splits; all SMs, so that a margin changes no bits."""
     return Spread(row_class(x.shape[0]), groups, multiprocessors(kernel, x.device, 0))

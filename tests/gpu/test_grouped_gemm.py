@@ -45,7 +45,7 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param != "chosen":
         rows, columns = map(int, request.param.split("x"))
         monkeypatch.setattr(configs, "TILES", ((rows, columns),))
-    kept = [made for name, made in vars(grouped_gemm).items() if name.endswith(("_options", "_plan"))]
+    kept = [made for name, made in vars(grouped_gemm).items() if name.endswith(("options_of", "_plan"))]
     for made in kept:
         getattr(made, "cache_clear", lambda: None)()
     yield request.param

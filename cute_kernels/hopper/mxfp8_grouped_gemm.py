@@ -1,0 +1,145 @@
+"""Products of operands that hold MXFP8 values, on SM90, whose results go through MXFP8. Formulas: `mxfp8_reference`.
+
+Shapes, layouts, sharing and errors: as `grouped_gemm`, whose main loop and plans these are; bf16, weights [N, K].
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cute_kernels.activation import Activation
+from cute_kernels.catalog import SM90_MXFP8_GROUPED_GEMM_ACT, SM90_MXFP8_GROUPED_GEMM_DACT
+from cute_kernels.facts import ListFacts, TensorFacts, facts, facts_or_none, list_facts
+from cute_kernels.hopper.grouped_gemm import Plan, launched, options_of, plan_of, spread_of, sum_of_rows
+from cute_kernels.hopper.operands import KEPT, check_counter, check_shape, readable
+from cute_kernels.hopper.product_operands import (
+    are_transposed,
+    check_bias,
+    check_factor,
+    check_product,
+    contiguous,
+    factor_name,
+    weight_sizes,
+    whole,
+)
+
+
+def mxfp8_grouped_gemm_act(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    activation: Activation,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+    glu_interleave: int = 0,
+    save_preact: bool = True,
+    sm_margin: int = 0,
+    counter: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`mxfp8_reference.mxfp8_grouped_gemm_act`; the tail of both results is undefined."""
+    plan = _act_plan(
+        facts(x), list_facts(weights), facts(offsets), activation, facts_or_none(bias), facts_or_none(probs),
+        glu_interleave, save_preact, sm_margin, facts_or_none(counter),
+    )  # fmt: skip
+    act = x.new_empty(plan.rows, plan.width)
+    preact = x.new_empty(plan.rows, plan.n) if save_preact else None
+    launched(plan, x, weights, offsets, counter, (act, preact, whole(bias), contiguous(probs), None))
+    return act, preact
+
+
+@functools.lru_cache(KEPT)
+def _act_plan(
+    x: TensorFacts,
+    weights: ListFacts,
+    offsets: TensorFacts,
+    activation: Activation,
+    bias: TensorFacts | None,
+    probs: TensorFacts | None,
+    glu_interleave: int,
+    save_preact: bool,
+    sm_margin: int,
+    counter: TensorFacts | None,
+) -> Plan:
+    kernel = SM90_MXFP8_GROUPED_GEMM_ACT
+    n, k = weight_sizes(kernel, weights)
+    groups = check_product(kernel, "x", x, k, weights, offsets)
+    check_bias(kernel, bias, groups, n, x)
+    check_factor(kernel, "probs", probs, x)
+    if n % activation.halves:
+        raise ValueError(f"{kernel.name}: N is {n}, needs gate and up halves of the same size for {activation.kind}")
+    _refuse_transposed(kernel.name, are_transposed(kernel, weights))
+    options = options_of(
+        kernel, "act", x.dtype, n, spread_of(kernel, x, groups), K=k, N=n, I=n // activation.halves,
+        activation=activation, glu_interleave=glu_interleave, separate=weights.separate, has_bias=bias is not None,
+        factor=factor_name(probs), keeps=save_preact, zero_tail=False, contracts_rows=False,
+        dynamic=check_counter(kernel.name, counter, x), mxfp8=True,
+    )  # fmt: skip
+    return plan_of(kernel, options, (x,), groups, n, k, n, sm_margin, False)
+
+
+def mxfp8_grouped_gemm_dact(
+    dy: Tensor,
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    preact: Tensor,
+    activation: Activation,
+    probs: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    need_act: bool = True,
+    need_dprobs: bool = False,
+    sm_margin: int = 0,
+    counter: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """`mxfp8_reference.mxfp8_grouped_gemm_dact`; the tail of all but dprobs is undefined."""
+    plan = _dact_plan(
+        facts(dy), list_facts(weights), facts(offsets), facts(preact), activation, facts_or_none(probs), rowwise,
+        columnwise, need_act, need_dprobs, sm_margin, facts_or_none(counter),
+    )  # fmt: skip
+    rows, columns = (dy.new_empty(plan.rows, plan.width) if wanted else None for wanted in (rowwise, columnwise))
+    act = dy.new_empty(plan.rows, plan.k) if need_act else None
+    partial = dy.new_empty(plan.rows, plan.tiles, dtype=torch.float32) if need_dprobs else None
+    preact = preact if plan.readable else readable(preact)
+    launched(plan, dy, weights, offsets, counter, (rows, columns, act, partial, preact, contiguous(probs)))
+    return rows, columns, act, None if partial is None else sum_of_rows(partial)
+
+
+@functools.lru_cache(KEPT)
+def _dact_plan(
+    dy: TensorFacts,
+    weights: ListFacts,
+    offsets: TensorFacts,
+    preact: TensorFacts,
+    activation: Activation,
+    probs: TensorFacts | None,
+    rowwise: bool,
+    columnwise: bool,
+    need_act: bool,
+    need_dprobs: bool,
+    sm_margin: int,
+    counter: TensorFacts | None,
+) -> Plan:
+    kernel = SM90_MXFP8_GROUPED_GEMM_DACT
+    h, width = weight_sizes(kernel, weights)
+    groups = check_product(kernel, "dy", dy, h, weights, offsets)
+    check_shape(kernel.name, "preact", preact, (dy.shape[0], activation.halves * width), dy, (dy.dtype,))
+    check_factor(kernel, "probs", probs, dy)
+    if not (rowwise or columnwise or need_act or need_dprobs):
+        raise ValueError(f"{kernel.name}: needs one of rowwise, columnwise, need_act and need_dprobs")
+    _refuse_transposed(kernel.name, are_transposed(kernel, weights))
+    options = options_of(
+        kernel, "dact", dy.dtype, width, spread_of(kernel, dy, groups), H=h, I=width, activation=activation,
+        contracts_rows=True, separate=weights.separate, factor=factor_name(probs), keeps=need_act,
+        has_dprobs=need_dprobs, zero_tail=False, dynamic=check_counter(kernel.name, counter, dy), mxfp8=True,
+        rowwise=rowwise, columnwise=columnwise,
+    )  # fmt: skip
+    return plan_of(kernel, options, (dy, preact), groups, h, width, width, sm_margin, False)
+
+
+def _refuse_transposed(name: str, transposed: bool) -> None:
+    if transposed:
+        raise ValueError(f"{name}: weights are stored [K, N], needs contiguous [N, K]: blocks are cut from rows")

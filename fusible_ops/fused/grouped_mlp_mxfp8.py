@@ -1,0 +1,89 @@
+"""GroupedMLPMxfp8: linear, activation, linear in MXFP8 on BF16 tensor cores: four kernels forward and six backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from fusible_ops.fused.fp8_parts import plain_rows
+from fusible_ops.fused.mxfp8_parts import copies_of, weights_of
+from fusible_ops.fused.parts import interleaves
+from fusible_ops.fused.quantized_mlp import Backward, Forward, QuantizedMLP
+from fusible_ops.op import BasicOperation
+
+
+class GroupedMLPMxfp8(QuantizedMLP):
+    """A `QuantizedMLP` under `MXFP8BlockScaling`, with a first linear that has no bias.
+
+    What products read are BF16 tensors that hold MXFP8 values, which they multiply exactly. Kept for backward are x,
+    quantised down its tokens, and the pre-activation in BF16; the activation is computed again.
+    Forward: quantise x; product + activation (× probs) + quantise; product (+ bias).
+    Backward: quantise dy in both directions; product + activation gradient + quantise, of dpreact in both directions
+    and of the recomputed activation (with the gradient of probs); the values of x; two weight gradients; the input's
+    gradient.
+    """
+
+    def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
+        super().__init__(basic_ops)
+        _, self.block = interleaves(self.fc1, self.act)
+
+    def keeps(self) -> dict[int, int]:
+        return {2: self.act.at, 6: 0, 7: 0}
+
+    def products(self, call: Forward) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
+        ctxs, recipe, kernels, records, offsets = call.ctxs, call.recipe, call.kernels, call.records, call.groups.offsets
+        # The second weight's gradient, too, needs the activation, and so what the input's needs.
+        goes_back = call.passes[1] or call.trains[1]
+        w1 = weights_of(self.fc1, ctxs, recipe, kernels, call.passes[0], records)
+        w2 = weights_of(self.fc2, ctxs, recipe, kernels, goes_back, records)
+        x = copies_of(
+            call.x, call.groups, call.padded, recipe.operand_format("input"), kernels, True, stored=call.trains[0]
+        )
+        act, preact = kernels.mxfp8_grouped_gemm_act(
+            x.rows,
+            [w1.rows],
+            offsets,
+            self.act.op.activation,
+            call.biases[0],
+            call.probs,
+            glu_interleave=self.block,
+            save_preact=goes_back,
+        )
+        y = kernels.grouped_gemm(act, [w2.rows], offsets, call.biases[1], call.scales)
+        kept = (x.data, x.scale, w1.columns, w2.columns)
+        return y, preact, kept
+
+    def gradients(self, call: Backward) -> tuple[Tensor | None, Tensor | None]:
+        ctxs, grad, groups, padded, recipe, kernels, preact, probs, scales, kept, grads = call
+        del call
+        data, scale, w1, w2 = kept
+        del kept
+        if w2 is None:
+            return None, None
+        offsets, trains = groups.offsets, ctxs[self.fc2.at].wants[0]
+        dy = copies_of(grad, groups, padded, recipe.operand_format("grad_output"), kernels, True, trains)
+        db = kernels.grouped_dbias(plain_rows(grad), offsets, scales) if self.fc2.wants_dbias(ctxs) else None
+        rows, columns, act, dprobs = kernels.mxfp8_grouped_gemm_dact(
+            dy.rows,
+            [w2],
+            offsets,
+            preact,
+            self.act.op.activation,
+            probs,
+            rowwise=w1 is not None,
+            columnwise=data is not None,
+            need_act=trains,
+            need_dprobs=self.act.wants_dprobs(ctxs),
+        )
+        del preact
+        self.fc2.put_grads(ctxs, grads, kernels, dy.columns, act, offsets, db=db)
+        del dy, act
+        if data is not None:
+            x = kernels.mxfp8_dequantize(data, scale, offsets, padded, grad.shape[:-1].numel())
+            self.fc1.put_grads(ctxs, grads, kernels, columns, x, offsets, glu_interleave=self.block)
+            del x
+        dx = None
+        if w1 is not None:
+            dx = kernels.grouped_gemm_dgrad(rows, [w1], offsets, self.block)
+        return dx, dprobs

@@ -1,0 +1,71 @@
+"""What fused MXFP8 operations on Hopper share: operands as BF16 tensors that hold MXFP8 values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from cute_kernels.mxfp8_reference import Mxfp8Copies, Mxfp8Weights
+from cute_kernels.quantization.formats import Format
+from fusible_ops import casts
+from fusible_ops.fused.fp8_parts import DTYPE
+from fusible_ops.fused.parts import Contexts, LinearPart, as_rows
+from fusible_ops.groups import Groups
+from fusible_ops.quantized_parameters import as_held
+from fusible_ops.quantized_tensor import QuantizedTensor
+from fusible_ops.recipe import Recipe
+
+
+def weights_of(
+    part: LinearPart, ctxs: Contexts, recipe: Recipe, kernels: Any, columnwise: bool, records: bool
+) -> Mxfp8Weights:
+    """The values of a linear's weights as products read them: made once per update, or from those that are held.
+
+    columnwise: with those of the input's gradient. records: whether gradients are recorded.
+    """
+    own = ctxs[part.at].held
+    parameters, format = own.weights, recipe.operand_format("weight")
+    if isinstance(parameters[0], QuantizedTensor):
+        held = as_held(own, columnwise, ctxs[part.at].owner)
+        if held.format == format:
+            return Mxfp8Weights(held.values(False, DTYPE), held.values(True, DTYPE) if columnwise else None)
+        return kernels.mxfp8_quantize_weight([held.dequantize(DTYPE)], columnwise, format.is_square)
+
+    def make() -> list[Tensor]:
+        operands = [w.to(DTYPE) for w in own.operands(part.weight_dtype, records)]
+        rows, columns = kernels.mxfp8_quantize_weight(operands, columnwise, format.is_square)
+        return [rows] if columns is None else [rows, columns]
+
+    rows, *columns = casts.cast(parameters, (format, columnwise, "values"), records, make)
+    return Mxfp8Weights(rows, columns[0] if columns else None)
+
+
+def copies_of(
+    t: Tensor,
+    groups: Groups,
+    padded: Tensor,
+    format: Format,
+    kernels: Any,
+    rowwise: bool,
+    columnwise: bool = False,
+    stored: bool = False,
+) -> Mxfp8Copies:
+    """The copies of rows `t [..., K]`; of a QuantizedTensor of the same groups and format those that it holds."""
+    if not (rowwise or columnwise or stored):
+        return Mxfp8Copies(None, None, None, None)
+    if isinstance(t, QuantizedTensor):
+        row, column = t.rowwise, t.columnwise
+        fits = t.format == format and t.groups is not None and t.groups.are(groups)
+        if fits and (row is not None or not rowwise) and (column is not None or not (columnwise or stored)):
+            rows = columns = None
+            if rowwise:
+                rows = as_rows(t.with_usage(True, False).dequantize(DTYPE), DTYPE)
+            if columnwise:
+                assert column is not None
+                height = t.shape[:-1].numel()
+                columns = kernels.mxfp8_dequantize(column.data, column.scale, groups.offsets, padded, height)
+            kept = (column.data, column.scale) if stored and column is not None else (None, None)
+            return Mxfp8Copies(rows, columns, *kept)
+        t = t.dequantize(DTYPE)
+    return kernels.mxfp8_quantize(as_rows(t, DTYPE), groups.offsets, padded, rowwise, columnwise, stored)
