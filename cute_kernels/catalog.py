@@ -173,7 +173,6 @@ SM90_MXFP8_GROUPED_GEMM_ACT = _sm90(
     *_eights("N"),
     _ACTIVATION,
     _BLOCKS_OF_HALVES,
-    stored_interleave_fits("transposed_weight", "glu_interleave"),
 )
 SM90_MXFP8_GROUPED_GEMM_DACT = _sm90(
     "mxfp8_grouped_gemm_dact", "mxfp8_grouped_gemm", _BF16, *_thirty_twos("H", "I"), _ACTIVATION

@@ -172,3 +172,43 @@ def sm100_srelu_mlp(format: str) -> tuple[Bound, ...]:
         dx,
         *wgrads,
     )
+
+
+def _mxfp8_mlp() -> tuple[Bound, ...]:
+    """An MLP whose BF16 operands hold MXFP8 values."""
+    (k1, n1), (k2, n2) = ((f"{label}.in_features", f"{label}.out_features") for label in ("fc1", "fc2"))
+    dtype, activation = {"dtype": "fc1.compute_dtype"}, {"I": k2, "activation": "act.kind"}
+    weight = catalog.SM90_MXFP8_QUANTIZE_WEIGHT
+    return (
+        bind(catalog.SM90_PADDED_GROUP_OFFSETS, "rows of each group, plain and padded", G="fc1.num_groups"),
+        bind(catalog.SM90_MXFP8_QUANTIZE, "fc1 input, in both orientations", K=k1, **dtype),
+        bind(weight, "fc1 weights, once per update", K=k1, N=n1, **dtype),
+        bind(weight, "fc2 weights, once per update", K=k2, N=n2, **dtype),
+        bind(
+            catalog.SM90_MXFP8_GROUPED_GEMM_ACT,
+            "fc1, act and quantise forward",
+            K=k1,
+            N=n1,
+            glu_interleave="act.glu_interleave",
+            **activation,
+            **dtype,
+        ),
+        bind(catalog.SM90_GROUPED_GEMM, "fc2 forward", K=k2, N=n2, **dtype),
+        bind(catalog.SM90_MXFP8_QUANTIZE, "output gradient, in both orientations", K=n2, **dtype),
+        bind(catalog.SM90_GROUPED_DBIAS, "fc2 bias gradient", when="fc2.has_bias", N=n2, **dtype),
+        bind(catalog.SM90_GROUPED_DSCALE, "fc2 scale gradient", when="fc2.scale_bias", N=n2, **dtype),
+        bind(
+            catalog.SM90_MXFP8_GROUPED_GEMM_DACT,
+            "fc2 input gradient, act backward and quantise",
+            H=n2,
+            **activation,
+            **dtype,
+        ),
+        bind(catalog.SM90_GROUPED_WGRAD, "fc2 weight gradient", K=k2, N=n2, **dtype),
+        bind(catalog.SM90_MXFP8_DEQUANTIZE, "fc1 input, for its weight gradient", K=k1),
+        bind(catalog.SM90_GROUPED_WGRAD, "fc1 weight gradient", K=k1, N=n1, **dtype),
+        bind(catalog.SM90_GROUPED_GEMM_DGRAD, "fc1 input gradient", K=k1, N=n1, **dtype),
+    )
+
+
+MXFP8_MLP_KERNELS = _mxfp8_mlp()

@@ -20,6 +20,7 @@ from patterns.kernels import (
     LINEAR_ACT_KERNELS,
     LINEAR_KERNELS,
     MLP_KERNELS,
+    MXFP8_MLP_KERNELS,
     sm100_linear,
     sm100_mlp,
     sm100_srelu_mlp,
@@ -29,6 +30,7 @@ from patterns.rule import Rule, slot
 GROUPED_MLP_FP8 = "fusible_ops.fused.grouped_mlp_fp8:GroupedMLPFp8"
 LINEAR_ACTIVATION_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearActivationFp8"
 LINEAR_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearFp8"
+GROUPED_MLP_MXFP8 = "fusible_ops.fused.grouped_mlp_mxfp8:GroupedMLPMxfp8"
 GROUPED_MLP = "fusible_ops.fused.grouped_mlp:GroupedMLP"
 PADDED_MLP = "fusible_ops.fused.padded_mlp:PaddedMLP"
 PADDED_MLP_SCALED = "fusible_ops.fused.padded_mlp_scaled:PaddedMLPScaled"
@@ -86,6 +88,15 @@ _FP8_ACT = (
 )
 _QUANTIZES = one_of("quantize.forward", (True,), stage="guard")
 _PLAIN_BACKWARD = absent("quantize.backward", "a Quantize whose gradient stays as it is")
+
+_MXFP8_ACT = (
+    *_ACT,
+    absent("fc1.has_bias", "a first linear without bias: its gradient is not summed before it is quantised"),
+    one_of("fc1.compute_dtype", ("bfloat16",), stage="guard"),
+)
+_ROWS_OF_WEIGHTS = tuple(
+    absent(f"{label}.transposed_weight", "weights [N, K], from whose rows blocks are cut") for label in ("fc1", "fc2")
+)
 
 _SAME_DTYPE = same("fc1.compute_dtype", "fc2.compute_dtype", ("float16", "bfloat16"))
 
@@ -147,6 +158,25 @@ RULES: tuple[Rule, ...] = (
         program=GROUPED_MLP_FP8,
         kernels=FP8_MLP_KERNELS,
         example=examples.FFN_FP8,
+    ),
+    Rule(
+        name="grouped_mlp_mxfp8",
+        pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "grouped_linear")),
+        guards=(
+            *(*_MXFP8, _SAME_GROUPS, _FITS, _SAME_DTYPE, _PLAIN_FC1_BIAS, *_MXFP8_ACT),
+            *(*_ROWS_OF_WEIGHTS, _PLAIN_BACKWARD),
+        ),
+        program=GROUPED_MLP_MXFP8,
+        kernels=MXFP8_MLP_KERNELS,
+        example=examples.MOE_WITHOUT_FC1_BIAS_MXFP8,
+    ),
+    Rule(
+        name="mlp_mxfp8",
+        pattern=(slot("fc1", "linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "linear")),
+        guards=(*_MXFP8, _FITS, _SAME_DTYPE, *_MXFP8_ACT, _PLAIN_BACKWARD),
+        program=GROUPED_MLP_MXFP8,
+        kernels=MXFP8_MLP_KERNELS,
+        example=examples.FFN_WITHOUT_FC1_BIAS_MXFP8,
     ),
     Rule(
         name="grouped_mlp",

@@ -46,12 +46,15 @@ GATED = (*INTERLEAVED, "glu", "qgeglu", "reglu", "sreglu")
 
 @dataclass(frozen=True)
 class MLP:
-    """GroupedLinear -> activation -> GroupedLinear, and how it is called. H hidden, I intermediate."""
+    """GroupedLinear -> activation -> GroupedLinear, and how it is called. H hidden, I intermediate.
+
+    bias: of both linears, or of the second alone.
+    """
 
     activation: str = "scaled_swiglu"
     hidden: int = 64
     intermediate: int = 48
-    bias: bool = False
+    bias: bool | str = False
     scale_bias: bool = False
     interleave: int | None = None
     linear: dict = field(default_factory=dict)
@@ -69,8 +72,8 @@ class MLP:
         make = (ACTIVATIONS | UNFUSED_ACTIVATIONS)[self.activation]
         act = make(glu_interleave_size=self.interleave) if self.activation in INTERLEAVED else make()
         wide = self.intermediate * (2 if self.gated else 1)
-        common = {"bias": self.bias, "device": device, "dtype": dtype, **self.linear}
-        fc1 = ops.GroupedLinear(splits.groups, self.hidden, wide, **common)
+        common = {"bias": bool(self.bias), "device": device, "dtype": dtype, **self.linear}
+        fc1 = ops.GroupedLinear(splits.groups, self.hidden, wide, **common | {"bias": self.bias is True})
         fc2 = ops.GroupedLinear(splits.groups, self.intermediate, self.hidden, scale_bias=self.scale_bias, **common)
         with torch.no_grad():
             for p in (*fc1.parameters(), *fc2.parameters()):

@@ -1,0 +1,266 @@
+"""MLPs fused in MXFP8 for Hopper, on the operators' reference, against the unfused ops, and both against FP32."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusible_ops as ops
+from cute_kernels.quantization.formats import mxfp8
+from cute_kernels.quantization.groups import padded_rows
+from fusible_ops.quantized_tensor import QuantizedTensor, quantized
+from patterns import explain
+from tests.cases import EVEN, OFF_TILE, SMALL_SPLITS, TAIL, Splits
+from tests.compare import assert_bitwise_equal, floor, relative_error
+from tests.models import ACTIVATIONS, MLP, Inputs, as_if_on, step
+
+RECIPE = ops.MXFP8BlockScaling()
+SQUARE = ops.MXFP8BlockScaling(enable_2d_quantization=True)
+BF16 = torch.bfloat16
+WORSE = 1.05
+"""How much larger the error of a fused gradient against FP32 may be than that of the unfused one."""
+
+
+def fused(model: ops.Sequential, recipe: ops.Recipe = RECIPE) -> ops.Sequential:
+    """The same modules, as fused on Hopper; everything must fuse."""
+    again = ops.Sequential(dict(model.named_children()), on_unfused="error")
+    with as_if_on("sm_90a"):
+        (group,) = again.groups()
+        plan = group.plan(again._target("sm_90a"), None, recipe)
+        assert [step.rule and step.rule.name.endswith("mlp_mxfp8") for step in plan.steps] == [True], explain(plan)
+    return again
+
+
+def compare(
+    model: ops.Sequential, run: Callable[[ops.Sequential], dict[str, Tensor]], recipe=RECIPE, exact=None
+) -> None:
+    """y is bit for bit the unfused one; gradients are as accurate, and never far from the unfused ones."""
+    with ops.autocast(recipe=recipe):
+        want = run(model)
+        with as_if_on("sm_90a"):
+            got = run(fused(model, recipe))
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].shape == want[name].shape and got[name].dtype == want[name].dtype, name
+        assert got[name].isfinite().all(), name
+    assert_bitwise_equal(got["y"], want["y"], "y")
+    for name, t in want.items():
+        error = relative_error(got[name].float(), t.float())
+        assert error <= 0.03, f"{name}: {error:.4f} from the unfused one"
+    for name, truth in (exact or {}).items():
+        mine, theirs = relative_error(got[name].float(), truth), relative_error(want[name].float(), truth)
+        assert mine <= WORSE * theirs + floor(BF16), f"{name}: error {mine:.4f}, unfused {theirs:.4f}"
+
+
+def compare_mlp(mlp: MLP, splits: Splits, recipe: ops.Recipe = RECIPE) -> None:
+    model = mlp.build(splits, "cpu", BF16)
+    inputs = Inputs.random(splits, mlp.hidden, "cpu", BF16)
+    other = mlp.build(splits, "cpu", torch.float32)
+    other.load_state_dict(model.state_dict())
+    exact = step(other, mlp, inputs.to(torch.float32))
+    compare(model, lambda m: step(m, mlp, inputs), recipe, exact if splits.used > 8 else None)
+
+
+@pytest.mark.parametrize("splits", [*SMALL_SPLITS, OFF_TILE], ids=str)
+@pytest.mark.parametrize("recipe", [RECIPE, SQUARE], ids=["rows", "square"])
+def test_grouped_mlp(splits: Splits, recipe: ops.Recipe) -> None:
+    compare_mlp(MLP(hidden=160, intermediate=192, bias="fc2", scale_bias=True), splits, recipe)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: str) -> None:
+    compare_mlp(MLP(activation, hidden=96, intermediate=160), TAIL)
+
+
+@pytest.mark.parametrize("activation", ["scaled_swiglu", "clamped_swiglu"])
+def test_interleaved_rows(activation: str) -> None:
+    """In blocks of 32, a block of scales is of gate or of up."""
+    compare_mlp(MLP(activation, hidden=96, intermediate=128, interleave=32), TAIL)
+
+
+@pytest.mark.parametrize(
+    ("mlp", "recipe", "reason"),
+    [
+        (MLP(hidden=96, intermediate=128, bias=True), RECIPE, "without bias"),
+        (MLP(hidden=96, intermediate=128, interleave=64), RECIPE, "glu_interleave"),
+        (MLP(hidden=96, intermediate=128, linear={"transposed_weight": True}), RECIPE, "weights [N, K]"),
+        (MLP(hidden=96, intermediate=128), ops.MXFP8BlockScaling(fp8_format=ops.Format.HYBRID), "E5M2"),
+        (MLP(hidden=96, intermediate=128), ops.MXFP8BlockScaling(backward_override="dequantized"), "override"),
+    ],
+    ids=["bias", "interleave", "transposed", "E5M2", "override"],
+)
+def test_what_runs_unfused_says_why(mlp: MLP, recipe: ops.Recipe, reason: str) -> None:
+    model = mlp.build(TAIL, "cpu", BF16)
+    with as_if_on("sm_90a"):
+        told = explain(model.groups()[0].plan(model._target("sm_90a"), None, recipe))
+    (line,) = [line for line in told.splitlines() if line.startswith("    x grouped_mlp_mxfp8 ")]
+    assert reason in line
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_weights_however_they_lie(apart: bool) -> None:
+    mlp = MLP(hidden=160, intermediate=128, linear={} if apart else {"single_grouped_weight": True})
+    model, inputs = mlp.build(EVEN, "cpu", BF16), Inputs.random(EVEN, mlp.hidden, "cpu", BF16)
+    for p in model.parameters() if apart else ():
+        p.data = p.data.clone()
+    compare(model, lambda m: step(m, mlp, inputs))
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, SQUARE], ids=["rows", "square"])
+def test_weights_that_are_held_quantised(recipe: ops.Recipe) -> None:
+    mlp = MLP(hidden=160, intermediate=128)
+    with ops.quantized_model_init(recipe=recipe):
+        model = mlp.build(EVEN, "cpu", BF16)
+    inputs = Inputs.random(EVEN, mlp.hidden, "cpu", BF16)
+    assert isinstance(model[0].weight0, QuantizedTensor)
+    compare(model, lambda m: step(m, mlp, inputs), recipe)
+    other = RECIPE if recipe is SQUARE else SQUARE
+    compare(model, lambda m: step(m, mlp, inputs), other)
+
+
+@pytest.mark.parametrize("wants", list(itertools.product([False, True], repeat=4))[1:], ids=str)
+def test_frozen_parts(wants: tuple[bool, bool, bool, bool]) -> None:
+    """Every mix of what is wanted of (x, fc1, fc2, probs)."""
+    mlp = MLP(hidden=160, intermediate=128, bias="fc2")
+    model, inputs = mlp.build(TAIL, "cpu", BF16), Inputs.random(TAIL, mlp.hidden, "cpu", BF16)
+    for op, want in ((model[0], wants[1]), (model[2], wants[2])):
+        op.requires_grad_(want)
+
+    def run(m: ops.Sequential) -> dict[str, Tensor]:
+        m.zero_grad()
+        x, probs = inputs.x.clone().requires_grad_(wants[0]), inputs.probs.clone().requires_grad_(wants[3])
+        y = m(x, *mlp.extras(TAIL.tensor(), probs))
+        y.backward(inputs.dy)
+        results = {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad}
+        results |= {name: p.grad for name, p in m.named_parameters()}
+        return {name: t for name, t in results.items() if t is not None}
+
+    compare(model, run)
+
+
+def test_a_quantize_in_the_middle() -> None:
+    mlp = MLP(hidden=160, intermediate=192)
+    model, inputs = mlp.build(TAIL, "cpu", BF16), Inputs.random(TAIL, mlp.hidden, "cpu", BF16)
+    parts = dict(model.named_children())
+    chain = {"fc1": parts["fc1"], "act": parts["act"], "quantize": ops.Quantize(), "fc2": parts["fc2"]}
+    compare(ops.Sequential(chain), lambda m: step(m, mlp, inputs))
+
+
+def test_dense_mlp() -> None:
+    common = {"device": "cpu", "dtype": BF16}
+    x, dy = torch.randn(2, 80, 160).bfloat16(), torch.randn(2, 80, 96).bfloat16()
+    model = ops.Sequential(
+        ops.Linear(160, 256, bias=False, **common), ops.SwiGLU(), ops.Linear(128, 96, **common)
+    )
+
+    def run(m: ops.Sequential) -> dict[str, Tensor]:
+        m.zero_grad()
+        own = x.clone().requires_grad_()
+        y = m(own)
+        y.backward(dy)
+        return {"y": y.detach(), "dx": own.grad, **{name: p.grad for name, p in m.named_parameters()}}
+
+    compare(model, run)
+
+
+def test_two_splits_of_the_same_rows() -> None:
+    """A block of one's groups may span two of the other's, so they run as unfused."""
+    mlp = MLP(hidden=160, intermediate=128)
+    splits = Splits("first", (9, 15, 8), 40)
+    model, inputs = mlp.build(splits, "cpu", BF16), Inputs.random(splits, mlp.hidden, "cpu", BF16)
+    second = torch.tensor([20, 0, 5])
+
+    def run(m: ops.Sequential) -> dict[str, Tensor]:
+        m.zero_grad()
+        x = inputs.x.clone().requires_grad_()
+        y = m(x, splits.tensor(), inputs.probs, second)
+        y.backward(inputs.dy)
+        return {"y": y.detach(), "dx": x.grad, **{name: p.grad for name, p in m.named_parameters()}}
+
+    with ops.autocast(recipe=RECIPE):
+        want = run(model)
+        with as_if_on("sm_90a"):
+            got = run(fused(model))
+    for name in want:
+        assert_bitwise_equal(got[name], want[name], name)
+
+
+def test_a_quantised_input() -> None:
+    """Of the same groups it is used as it is; what a user quantised otherwise is quantised anew."""
+    mlp = MLP("swiglu", hidden=160, intermediate=128)
+    model = mlp.build(TAIL, "cpu", BF16)
+    sizes, x = TAIL.tensor(), Inputs.random(TAIL, mlp.hidden, "cpu", BF16).x
+    with ops.autocast(recipe=RECIPE):
+        again = fused(model)
+        want = model(x, sizes, sizes)
+        q = quantized(x.nan_to_num(), mxfp8(), columnwise=False)
+        with as_if_on("sm_90a"):
+            first = ops.Sequential({"quantize": ops.Quantize(), **dict(model.named_children())})
+            assert_bitwise_equal(first(x, sizes, sizes).detach(), want.detach(), "quantised for the same groups")
+            assert_bitwise_equal(again(q, sizes, sizes).detach(), want.detach(), "quantised by a user")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is launched and kept
+
+
+def watched(run: Callable[[], object]) -> tuple[object, list[str]]:
+    """(what it returns, the operators that it runs, in order)."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+        result = run()
+    events = sorted(profiler.events(), key=lambda e: e.time_range.start)
+    return result, [e.name.removeprefix("fusible_ops::") for e in events if e.name.startswith("fusible_ops::")]
+
+
+def test_launches() -> None:
+    """Four forward, six backward; weights are quantised once for all of them."""
+    mlp = MLP(hidden=160, intermediate=128)
+    model, inputs = mlp.build(EVEN, "cpu", BF16), Inputs.random(EVEN, mlp.hidden, "cpu", BF16)
+    sizes = EVEN.tensor()
+    forward = ["padded_group_offsets", "mxfp8_quantize", "mxfp8_grouped_gemm_act", "grouped_gemm"]
+    backward = ["mxfp8_quantize", "mxfp8_grouped_gemm_dact", "grouped_wgrad", "mxfp8_dequantize", "grouped_wgrad"]
+    with ops.autocast(recipe=RECIPE), as_if_on("sm_90a"):
+        again = fused(model)
+        for i in range(2):
+            x, probs = inputs.x.clone().requires_grad_(), inputs.probs.clone().requires_grad_()
+            y, calls = watched(lambda x=x, probs=probs: again(x, sizes, probs, sizes))
+            once = ["mxfp8_quantize_weight"] * 2 if i == 0 else []
+            assert calls == forward[:1] + once + forward[1:]
+            assert watched(lambda y=y: y.backward(inputs.dy))[1] == [*backward, "grouped_gemm_dgrad"]
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(448, 128), (128, 128), (512, 192)])
+def test_what_is_kept(hidden: int, intermediate: int) -> None:
+    """x in MXFP8 and the pre-activation in BF16, at most 0.85 of what BF16 keeps: the bench's shapes, made smaller."""
+    mlp = MLP(hidden=hidden, intermediate=intermediate)
+    splits = Splits("rows", (384, 0, 128, 512), 1024)
+    model, inputs = mlp.build(splits, "cpu", BF16), Inputs.random(splits, mlp.hidden, "cpu", BF16)
+    rows, groups = splits.rows, splits.groups
+
+    def kept(recipe: ops.Recipe | None) -> int:
+        """Bytes of what is no parameter and of no parameter's size."""
+        saved: dict[int, Tensor] = {}
+
+        def keep(t: Tensor) -> Tensor:
+            saved[t.untyped_storage().data_ptr()] = t
+            return t
+
+        x, probs = inputs.x.clone().requires_grad_(), inputs.probs.clone().requires_grad_()
+        chain = ops.Sequential(dict(model.named_children()), on_unfused="error")
+        with (
+            as_if_on("sm_90a"),
+            ops.autocast(enabled=recipe is not None, recipe=recipe or RECIPE),
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
+        ):
+            chain(x, *mlp.extras(splits.tensor(), probs))
+        return sum(t.nbytes for t in saved.values() if t.dim() < 3 and not isinstance(t, torch.nn.Parameter))
+
+    plain, quantised = kept(None), kept(RECIPE)
+    of_rows = padded_rows(rows, groups) * hidden * (1 + 1 / 32) + rows * 2 * intermediate * 2
+    assert of_rows <= quantised <= of_rows + 8 * rows + 64 * groups
+    room = (padded_rows(rows, groups) - rows) * hidden * 1.04  # what no group of this call needs
+    assert quantised - room <= 0.85 * plain
