@@ -70,9 +70,7 @@ def _fake_gemm_act(x, weights, offsets, activation, bias, probs, glu_interleave,
     return none_as_empty((act, x.new_empty(rows, columns) if save_preact else None), x)
 
 
-def _fake_gemm_dact(
-    dy, weights, offsets, preact, activation, probs, rowwise, columnwise, need_act, need_dprobs
-):
+def _fake_gemm_dact(dy, weights, offsets, preact, activation, probs, rowwise, columnwise, need_act, need_dprobs):
     rows = dy.shape[0]
     copies = (torch.empty_like(preact) if wanted else None for wanted in (rowwise, columnwise))
     act = dy.new_empty(rows, weights[0].shape[-1]) if need_act else None
@@ -89,8 +87,7 @@ _OPERATORS = (
         _fake_quantize,
     ),
     (
-        "mxfp8_dequantize(Tensor data, Tensor scale, Tensor offsets, Tensor padded, SymInt rows, "
-        f"{MARGIN}) -> Tensor",
+        f"mxfp8_dequantize(Tensor data, Tensor scale, Tensor offsets, Tensor padded, SymInt rows, {MARGIN}) -> Tensor",
         plain,
         _fake_dequantize,
     ),

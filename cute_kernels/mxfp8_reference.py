@@ -11,9 +11,10 @@ scales and rounding are those of `quantization.quantize`.
 | copy | what it holds |
 |---|---|
 | rows `[T, K]` bf16 | x in blocks of 1x32 |
-| columns `[T, K]` bf16 | x in blocks of 32x1, which begin at each group's first row; the last is filled up with zeros |
-| data `[P, K]`, scale `[P/32, ru(K, 128)]` | the same as E4M3 and E8M0, in `quantization.stored`'s order: group g begins at row padded[g], P = `padded_rows(T, G)` |
+| columns `[T, K]` bf16 | x in blocks of 32x1 from each group's first row on, the last filled up with zeros |
+| data `[P, K]`, scale `[P/32, ru(K, 128)]` | the same in E4M3 and E8M0 |
 
+The last is `quantization.stored`'s order: group g begins at row padded[g] of data, P = `padded_rows(T, G)`.
 Rows of no group may hold anything and count as zeros; those of rows and columns, and what lies past padded[G], are
 undefined. `offsets` and `padded` are int32 `[G+1]`, as `padded_group_offsets` gives them. `weights` as in `reference`.
 """
@@ -122,7 +123,7 @@ def mxfp8_grouped_gemm_act(
     glu_interleave: int = 0,
     save_preact: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """`reference.grouped_gemm_act`, but act = f(preact)·p is not rounded to bf16 but is the rows copy of its FP32 value.
+    """`reference.grouped_gemm_act`, but act = f(preact)·p is the rows copy of its FP32 value, not that rounded to bf16.
 
     x and weights hold MXFP8 values. glu_interleave: 0 or a multiple of 32, so that blocks are of gate or of up.
     """

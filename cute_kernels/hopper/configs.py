@@ -86,7 +86,7 @@ class Options:
     separate: weights are G tensors. factor: dtype of probs or of the bias scale, "" if absent.
     keeps: the optional result is wanted (preact of "act", act of "dact"). has_dprobs: "dact" only.
     dynamic: tiles are taken through a counter (see `tickets`). zeroes_later: "act" zeroes the tail of a later result.
-    mxfp8: act (of "act" and "dact") and dpreact go through MXFP8. rowwise, columnwise: copies of dpreact that are wanted.
+    mxfp8: act (of "act" and "dact") and dpreact go through MXFP8. rowwise, columnwise: the copies of dpreact wanted.
     """
 
     kind: str

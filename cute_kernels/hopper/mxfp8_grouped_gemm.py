@@ -100,12 +100,13 @@ def mxfp8_grouped_gemm_dact(
         facts(dy), list_facts(weights), facts(offsets), facts(preact), activation, facts_or_none(probs), rowwise,
         columnwise, need_act, need_dprobs, sm_margin, facts_or_none(counter),
     )  # fmt: skip
-    rows, columns = (dy.new_empty(plan.rows, plan.width) if wanted else None for wanted in (rowwise, columnwise))
+    made = plan.options.rowwise, plan.options.columnwise
+    rows, columns = (dy.new_empty(plan.rows, plan.width) if wanted else None for wanted in made)
     act = dy.new_empty(plan.rows, plan.k) if need_act else None
     partial = dy.new_empty(plan.rows, plan.tiles, dtype=torch.float32) if need_dprobs else None
     preact = preact if plan.readable else readable(preact)
     launched(plan, dy, weights, offsets, counter, (rows, columns, act, partial, preact, contiguous(probs)))
-    return rows, columns, act, None if partial is None else sum_of_rows(partial)
+    return rows if rowwise else None, columns, act, None if partial is None else sum_of_rows(partial)
 
 
 @functools.lru_cache(KEPT)
@@ -135,7 +136,7 @@ def _dact_plan(
         kernel, "dact", dy.dtype, width, spread_of(kernel, dy, groups), H=h, I=width, activation=activation,
         contracts_rows=True, separate=weights.separate, factor=factor_name(probs), keeps=need_act,
         has_dprobs=need_dprobs, zero_tail=False, dynamic=check_counter(kernel.name, counter, dy), mxfp8=True,
-        rowwise=rowwise, columnwise=columnwise,
+        rowwise=rowwise or columnwise, columnwise=columnwise,  # columns without rows would spill, and are rarely wanted
     )  # fmt: skip
     return plan_of(kernel, options, (dy, preact), groups, h, width, width, sm_margin, False)
 

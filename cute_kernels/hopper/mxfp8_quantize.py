@@ -68,7 +68,7 @@ def mxfp8_quantize(
     if not (rowwise or columnwise or stored):
         raise ValueError(f"{SM90_MXFP8_QUANTIZE.name}: needs one of rowwise, columnwise and stored")
     (rows, width), device = x.shape, x.device
-    values, values_t = (torch.empty_like(x, memory_format=torch.contiguous_format) if w else None for w in (rowwise, columnwise))
+    along, down = (x.new_empty(rows, width) if wanted else None for wanted in (rowwise, columnwise))
     data = scale = None
     if stored:
         shapes = stored_shapes(rows, plan.groups, width)
@@ -76,10 +76,10 @@ def mxfp8_quantize(
         scale = torch.empty(shapes[1], dtype=torch.float8_e8m0fnu, device=device)
     if rows:
         kernel = launch.kernel(MODULE, QuantizeOptions(rowwise, columnwise, stored), ARCH)
-        copies = (values, values_t, data, None if scale is None else scale.view(torch.uint8))
+        copies = (along, down, data, None if scale is None else scale.view(torch.uint8))
         x = x if plan.readable else readable(x)
         kernel(x, offsets, padded, copies, plan.grid, launch.current_stream(device))
-    return Mxfp8Copies(values, values_t, data, scale)
+    return Mxfp8Copies(along, down, data, scale)
 
 
 @functools.lru_cache(KEPT)

@@ -190,7 +190,7 @@ class Quantize:
         self.store_values(words, lambda r, last: factors, copies.rows, piece, inside)
 
     def store_values(self, words, factors, out: cute.Tensor, piece: Piece, inside):
-        """Rounded values to `out`. factors(row, a word of the row before, or None): (to encode, to decode) by column."""
+        """Rounded values to `out`. factors(row, a word of the row before or None): (to encode, to decode) by column."""
         start, step = address(out, piece.row, piece.column)
         last = None
         zero = Uint32(out.shape[1]) >> 31

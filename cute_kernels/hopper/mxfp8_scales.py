@@ -1,8 +1,8 @@
 """amax of a block of 32 -> its E8M0 scale, and FP32 -> E4M3 -> BF16: what every MXFP8 kernel on SM90 shares.
 
 Equals `quantization.casts` (`cast_e8m0`, `e8m0_reciprocal`, `cast_fp8`) bit for bit: byte e = ⌈log2(amax / 448)⌉ + 127,
-elements cast(x · 2^(127 - e)), saturating; 255 and NaN where a block holds NaN. A value is element · 2^(e - 127), formed
-in FP32 and rounded once to BF16, where it is exact above BF16's subnormals: four bits of mantissa.
+elements cast(x · 2^(127 - e)), saturating; 255 and NaN where a block holds NaN. A value is element · 2^(e - 127),
+formed in FP32 and rounded once to BF16, where it is exact above BF16's subnormals: four bits of mantissa.
 
 An amax is kept as the bits of |x|, as in `fp8_scales`.
 """

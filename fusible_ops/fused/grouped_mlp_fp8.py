@@ -32,7 +32,8 @@ class GroupedMLPFp8(QuantizedMLP):
         return {2: self.act.at, 6: 0, 7: 0, 8: self.fc2.at, 9: self.fc2.at}
 
     def products(self, call: Forward) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
-        ctxs, recipe, kernels, records, offsets = call.ctxs, call.recipe, call.kernels, call.records, call.groups.offsets
+        ctxs, recipe, kernels, records = call.ctxs, call.recipe, call.kernels, call.records
+        offsets = call.groups.offsets
         w1, w2 = (
             weights_of(fc, ctxs, recipe, kernels, passes, records)
             for fc, passes in zip((self.fc1, self.fc2), call.passes, strict=True)

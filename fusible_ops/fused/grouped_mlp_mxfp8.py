@@ -32,7 +32,8 @@ class GroupedMLPMxfp8(QuantizedMLP):
         return {2: self.act.at, 6: 0, 7: 0}
 
     def products(self, call: Forward) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
-        ctxs, recipe, kernels, records, offsets = call.ctxs, call.recipe, call.kernels, call.records, call.groups.offsets
+        ctxs, recipe, kernels, records = call.ctxs, call.recipe, call.kernels, call.records
+        offsets = call.groups.offsets
         # The second weight's gradient, too, needs the activation, and so what the input's needs.
         goes_back = call.passes[1] or call.trains[1]
         w1 = weights_of(self.fc1, ctxs, recipe, kernels, call.passes[0], records)
@@ -77,7 +78,8 @@ class GroupedMLPMxfp8(QuantizedMLP):
             need_dprobs=self.act.wants_dprobs(ctxs),
         )
         del preact
-        self.fc2.put_grads(ctxs, grads, kernels, dy.columns, act, offsets, db=db)
+        if dy.columns is not None:
+            self.fc2.put_grads(ctxs, grads, kernels, dy.columns, act, offsets, db=db)
         del dy, act
         if data is not None:
             x = kernels.mxfp8_dequantize(data, scale, offsets, padded, grad.shape[:-1].numel())

@@ -153,9 +153,9 @@ class QuantizedMLP(FusedOperation):
             dscales = ctx.kernels.grouped_dscale(plain_rows(grad_output), bias2, offsets)
             extra_grads[self.fc2.at] = [None, viewed(dscales, ctx.scales_shape)]
         groups = Groups(offsets, ctx.splits, ctx.version)
-        operands = [Backward(
-            ctxs, grad_output, groups, padded, ctx.recipe, ctx.kernels, preact, rows, factors, kept, grads
-        )]
+        operands = [
+            Backward(ctxs, grad_output, groups, padded, ctx.recipe, ctx.kernels, preact, rows, factors, kept, grads)
+        ]
         del preact, kept  # nobody but `gradients` holds what is in there, which can so be freed early
         dx, dprobs = self.gradients(operands.pop())
         if dprobs is not None:

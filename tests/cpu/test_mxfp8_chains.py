@@ -153,9 +153,7 @@ def test_a_quantize_in_the_middle() -> None:
 def test_dense_mlp() -> None:
     common = {"device": "cpu", "dtype": BF16}
     x, dy = torch.randn(2, 80, 160).bfloat16(), torch.randn(2, 80, 96).bfloat16()
-    model = ops.Sequential(
-        ops.Linear(160, 256, bias=False, **common), ops.SwiGLU(), ops.Linear(128, 96, **common)
-    )
+    model = ops.Sequential(ops.Linear(160, 256, bias=False, **common), ops.SwiGLU(), ops.Linear(128, 96, **common))
 
     def run(m: ops.Sequential) -> dict[str, Tensor]:
         m.zero_grad()

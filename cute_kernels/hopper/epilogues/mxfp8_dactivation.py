@@ -55,7 +55,8 @@ class DifferentiateMxfp8(Differentiate):
 
     def sinks(self, args):
         halves = self.preact.halves
-        return tuple((out, n) for out, n in ((args.rows, halves), (args.columns, halves), (args.act, 1)) if out is not None)
+        results = (args.rows, halves), (args.columns, halves), (args.act, 1)
+        return tuple(result for result in results if result[0] is not None)
 
     def zeroed(self, args):
         """Nobody reads the others' tails."""
@@ -176,7 +177,8 @@ class DifferentiateMxfp8(Differentiate):
             upper, half = Boolean(lane & distance != 0), len(found) // 2
             kept = [Float32(select_(upper, found[half + i], found[i])) for i in range(half)]
             sent = [Float32(select_(upper, found[i], found[half + i])) for i in range(half)]
-            found = [larger(a, cute.arch.shuffle_sync_bfly(b, offset=distance)) for a, b in zip(kept, sent, strict=True)]
+            given = [cute.arch.shuffle_sync_bfly(value, offset=distance) for value in sent]
+            found = [larger(*pair) for pair in zip(kept, given, strict=True)]
         return found[0]
 
     def send(self, room, tile, column, first):
