@@ -70,12 +70,27 @@ def _fake_gemm_act(x, weights, offsets, activation, bias, probs, glu_interleave,
     return none_as_empty((act, x.new_empty(rows, columns) if save_preact else None), x)
 
 
-def _fake_gemm_dact(dy, weights, offsets, preact, activation, probs, rowwise, columnwise, need_act, need_dprobs):
+def _fake_gemm_dact(
+    dy,
+    weights,
+    offsets,
+    preact,
+    activation,
+    probs,
+    rowwise,
+    columnwise,
+    need_act,
+    need_dprobs,
+    need_dbias,
+    glu_interleave,
+):
     rows = dy.shape[0]
     copies = (torch.empty_like(preact) if wanted else None for wanted in (rowwise, columnwise))
     act = dy.new_empty(rows, weights[0].shape[-1]) if need_act else None
     dprobs = dy.new_empty(rows, dtype=torch.float32) if need_dprobs else None
-    return none_as_empty((*copies, act, dprobs), dy)
+    shape = offsets.shape[0] - 1, preact.shape[1]
+    dbias = dy.new_empty(shape, dtype=torch.float32) if need_dbias else None
+    return none_as_empty((*copies, act, dprobs, dbias), dy)
 
 
 _SHARING = f"{MARGIN}, Tensor? counter=None"
@@ -104,8 +119,8 @@ _OPERATORS = (
     ),
     (
         "mxfp8_grouped_gemm_dact(Tensor dy, Tensor[] weights, Tensor offsets, Tensor preact, str activation, "
-        f"Tensor? probs, bool rowwise, bool columnwise, bool need_act, bool need_dprobs, {_SHARING}) "
-        "-> (Tensor, Tensor, Tensor, Tensor)",
+        "Tensor? probs, bool rowwise, bool columnwise, bool need_act, bool need_dprobs, bool need_dbias, "
+        f"int glu_interleave, {_SHARING}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         with_activation,
         _fake_gemm_dact,
     ),
@@ -175,10 +190,13 @@ def mxfp8_grouped_gemm_dact(
     columnwise: bool = True,
     need_act: bool = True,
     need_dprobs: bool = False,
+    need_dbias: bool = False,
+    glu_interleave: int = 0,
     **sharing: Any,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """`mxfp8_reference.mxfp8_grouped_gemm_dact`; kernels leave the tail of all but dprobs undefined."""
-    wanted = (rowwise, columnwise, need_act, need_dprobs)
-    parts = _OPS.mxfp8_grouped_gemm_dact(dy, weights, offsets, preact, activation.encode(), probs, *wanted, **sharing)
-    rows, columns, act, dprobs = (empty_as_none(t, w) for t, w in zip(parts, wanted, strict=True))
-    return rows, columns, act, dprobs
+    wanted = (rowwise, columnwise, need_act, need_dprobs, need_dbias)
+    operands = (dy, weights, offsets, preact, activation.encode(), probs)
+    parts = _OPS.mxfp8_grouped_gemm_dact(*operands, *wanted, glu_interleave, **sharing)
+    rows, columns, act, dprobs, dbias = (empty_as_none(t, w) for t, w in zip(parts, wanted, strict=True))
+    return rows, columns, act, dprobs, dbias

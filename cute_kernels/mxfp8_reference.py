@@ -145,11 +145,14 @@ def mxfp8_grouped_gemm_dact(
     columnwise: bool = True,
     need_act: bool = True,
     need_dprobs: bool = False,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    need_dbias: bool = False,
+    glu_interleave: int = 0,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """`reference.grouped_gemm_dact`, but gradient and activation are not rounded to bf16, only through MXFP8.
 
     dy and weights hold MXFP8 values. Returns (rows copy of dpreact, its columns copy, the columns copy of act·p,
-    dprobs FP32 [T]), each None if not asked for.
+    dprobs FP32 [T], sums of dpreact's rows FP32 [G, N], in the order of a bias that glu_interleave gives), each None if
+    not asked for.
     """
     grad = reference.grouped_gemm_dgrad(dy.float(), [w.float() for w in weights], offsets)
     p = None if probs is None else probs.to(preact.dtype)
@@ -159,4 +162,5 @@ def mxfp8_grouped_gemm_dact(
     if need_act:
         value = reference.activation_forward(preact, activation, probs, torch.float32)
         act = mxfp8_quantize(value, offsets, offsets, rowwise=False).columns
-    return copies.rows, copies.columns, act, dprobs
+    dbias = reference.grouped_dbias(dpreact, offsets, None, glu_interleave) if need_dbias else None
+    return copies.rows, copies.columns, act, dprobs, dbias

@@ -81,8 +81,8 @@ SM100 = {
     )
 }
 """(Kind of linear, format, what distinguishes the activation) -> an MLP for Blackwell."""
-MOE_WITHOUT_FC1_BIAS_MXFP8 = Chain((grouped_linear("fc1", 1024, 5632, has_bias=False), *_MOE[1:]), DTYPE, MXFP8)
-FFN_WITHOUT_FC1_BIAS_MXFP8 = Chain((linear("fc1", 1024, 5632, has_bias=False), *_FFN[1:]), DTYPE, MXFP8)
+MOE_MXFP8 = replace(MOE, recipe=MXFP8)
+FFN_MXFP8 = replace(FFN, recipe=MXFP8)
 FFN_FP8 = replace(FFN, recipe=FP8_BLOCKS)
 FFN_ACTIVATION_QUANTIZE_FP8 = replace(FFN_ACTIVATION_QUANTIZE, recipe=FP8_BLOCKS)
 FFN_LINEAR_MXFP8 = replace(FFN_LINEAR, recipe=MXFP8)

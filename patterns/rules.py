@@ -91,7 +91,6 @@ _PLAIN_BACKWARD = absent("quantize.backward", "a Quantize whose gradient stays a
 
 _MXFP8_ACT = (
     *_ACT,
-    absent("fc1.has_bias", "a first linear without bias: its gradient is not summed before it is quantised"),
     one_of("fc1.compute_dtype", ("bfloat16",), stage="guard"),
 )
 _ROWS_OF_WEIGHTS = tuple(
@@ -168,7 +167,7 @@ RULES: tuple[Rule, ...] = (
         ),
         program=GROUPED_MLP_MXFP8,
         kernels=MXFP8_MLP_KERNELS,
-        example=examples.MOE_WITHOUT_FC1_BIAS_MXFP8,
+        example=examples.MOE_MXFP8,
     ),
     Rule(
         name="mlp_mxfp8",
@@ -176,7 +175,7 @@ RULES: tuple[Rule, ...] = (
         guards=(*_MXFP8, _FITS, _SAME_DTYPE, *_MXFP8_ACT, _PLAIN_BACKWARD),
         program=GROUPED_MLP_MXFP8,
         kernels=MXFP8_MLP_KERNELS,
-        example=examples.FFN_WITHOUT_FC1_BIAS_MXFP8,
+        example=examples.FFN_MXFP8,
     ),
     Rule(
         name="grouped_mlp",

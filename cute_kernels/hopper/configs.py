@@ -24,8 +24,11 @@ MANY_ROWS = 2048
 NARROW = 128
 """Columns up to which one tile holds them all where rows are summed."""
 
-DACT_MXFP8 = "dact_mxfp8"
-"""What `choose` calls the epilogue "dact" in MXFP8."""
+DACT_MXFP8, DACT_MXFP8_SUMS = "dact_mxfp8", "dact_mxfp8_sums"
+"""What `choose` calls the epilogue "dact" in MXFP8, and that with the sums of columns, which need registers too."""
+
+SUMS = {DACT_MXFP8: 128 * 128, DACT_MXFP8_SUMS: 64 * 128}
+"""Values of a tile that leave room for what is worked on in registers, for those that need much."""
 
 TILES = ((128, 192), (128, 128), (64, 128), (64, 64))
 """Tiles to choose from, (rows, columns), the first where all else is equal."""
@@ -66,7 +69,10 @@ class Config:
         checks = (
             (self.tile_m in (64, 128), "tile_m must be 64 or 128: blocks of 64 rows, and sums that fit the registers"),
             (self.tile_n in (64, 128, 192), "tile_n must be 64, 128 or 192: pieces in pairs, sums that fit"),
-            (kind != DACT_MXFP8 or self.tile_n <= 128, "tile_n must be at most 128: a piece's results beside the sums"),
+            (
+                self.tile_m * self.tile_n <= SUMS.get(kind, 128 * 192),
+                "tiles must be smaller: a piece's results are in registers beside the sums",
+            ),
             (self.tile_k == 64, "tile_k must be 64: one 128-byte swizzle atom of 16-bit elements"),
             (self.stages >= 2, "stages must be at least 2: one is read while the next is filled"),
             (self.pieces >= pieces, f"pieces must be at least {pieces}: {what_for}"),
@@ -86,7 +92,8 @@ class Options:
     separate: weights are G tensors. factor: dtype of probs or of the bias scale, "" if absent.
     keeps: the optional result is wanted (preact of "act", act of "dact"). has_dprobs: "dact" only.
     dynamic: tiles are taken through a counter (see `tickets`). zeroes_later: "act" zeroes the tail of a later result.
-    mxfp8: act (of "act" and "dact") and dpreact go through MXFP8. rowwise, columnwise: the copies of dpreact wanted.
+    mxfp8: act (of "act" and "dact") and dpreact go through MXFP8. rowwise, columnwise: the copies of dpreact wanted;
+    has_dbias: and its sums.
     """
 
     kind: str
@@ -107,6 +114,7 @@ class Options:
     mxfp8: bool = False
     rowwise: bool = True
     columnwise: bool = True
+    has_dbias: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,7 +145,7 @@ COMMON = (
 
 def fewest_pieces(kind: str, gated: bool) -> tuple[int, str]:
     """(pieces that a warpgroup's epilogue needs, what for)."""
-    if kind == DACT_MXFP8:
+    if kind in (DACT_MXFP8, DACT_MXFP8_SUMS):
         inputs = 2 if gated else 1
         return (SETS + 1) * inputs + 2, f"{SETS} sets of the pre-activation, its columns copy and act's, and maxima"
     if kind == "dact":
@@ -174,8 +182,8 @@ def cost(tile: tuple[int, int], columns: int, spread: Spread) -> float:
 def choose(kind: str, columns: int, spread: Spread = Spread(), gated: bool = False, sums_rows: bool = False) -> Choice:
     """The configuration for one kernel.
 
-    kind: "store" (product, optional bias), "act" (product and activation), "dact" (product and its gradient) or
-    DACT_MXFP8.
+    kind: "store" (product, optional bias), "act" (product and activation), "dact" (product and its gradient),
+    DACT_MXFP8 or DACT_MXFP8_SUMS.
     columns: columns of the product as the weight states them (2I for a gated "act"). gated: f has two inputs.
     sums_rows: rows are also summed, over each tile's columns; where there are several, a launch adds them up.
 
@@ -183,9 +191,11 @@ def choose(kind: str, columns: int, spread: Spread = Spread(), gated: bool = Fal
     have 64 rows or fewer on average, tiles of 64 rows are taken if they cost no more than the widest tile, because
     even splits would leave half of every larger tile empty.
     """
-    if kind not in ("store", "act", "dact", DACT_MXFP8):
-        raise ValueError(f"kind must be 'store', 'act', 'dact' or {DACT_MXFP8!r}; it is {kind!r}")
-    costs = {tile: cost(tile, columns, spread) for tile in (TILES[1:] if kind == DACT_MXFP8 else TILES)}
+    kinds = "store", "act", "dact", DACT_MXFP8, DACT_MXFP8_SUMS
+    if kind not in kinds:
+        raise ValueError(f"kind must be one of {', '.join(kinds)}; it is {kind!r}")
+    fit = [tile for tile in TILES if tile[0] * tile[1] <= SUMS.get(kind, 128 * 192)]
+    costs = {tile: cost(tile, columns, spread) for tile in fit}
     spares_sum = sums_rows and columns <= NARROW
     tiles = [tile for tile in costs if not spares_sum or columns <= tile[1]]
     low = [tile for tile in tiles if tile[0] == 64 and costs[tile] <= next(iter(costs.values()))]

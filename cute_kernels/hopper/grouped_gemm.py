@@ -34,7 +34,7 @@ from cute_kernels.catalog import (
     Kernel,
 )
 from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, ListFacts, Plans, TensorFacts, facts, facts_or_none, list_facts
-from cute_kernels.hopper.configs import DACT_MXFP8, Options, Spread, choose, grid_size, row_class
+from cute_kernels.hopper.configs import DACT_MXFP8, DACT_MXFP8_SUMS, Options, Spread, choose, grid_size, row_class
 from cute_kernels.hopper.device_table import addresses, device_table
 from cute_kernels.hopper.operands import KEPT, check_counter, check_shape, is_readable, multiprocessors, readable
 from cute_kernels.hopper.product_operands import (
@@ -387,7 +387,9 @@ def options_of(
         dtype=dtype_name(dtype), K=K, N=N, I=I, H=H, glu_interleave=interleave, activation=kind_of_f,
         transposed_weight=kind == "act" and facts["contracts_rows"],
     )  # fmt: skip
-    tiles_for = DACT_MXFP8 if kind == "dact" and facts.get("mxfp8") else kind
+    tiles_for = kind
+    if kind == "dact" and facts.get("mxfp8"):
+        tiles_for = DACT_MXFP8_SUMS if facts["has_dbias"] else DACT_MXFP8
     config = choose(tiles_for, columns, spread, gated, facts.get("has_dprobs", False)).config
     by_rows = 0 if facts.get("preact_interleave") else interleave
     return Options(kind, dtype_name(dtype), config, activation=activation, glu_interleave=by_rows, **facts)

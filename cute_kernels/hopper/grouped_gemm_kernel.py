@@ -433,7 +433,9 @@ def fake_epilogue(options: Options, rows, columns) -> tuple:
         partial = make_fake_compact_tensor(Float32, (rows, cute.sym_int()), stride_order=(1, 0), assumed_align=4)
     if options.mxfp8:
         copies = (matrix(dtype, rows, pre) if wanted else None for wanted in (options.rowwise, options.columnwise))
-        return *copies, act, partial, strided_rows(dtype, rows, pre), factor
+        sums = matrix(Float32, cute.sym_int(), pre) if options.has_dbias else None
+        offsets = vector(Int32, cute.sym_int())
+        return *copies, act, partial, strided_rows(dtype, rows, pre), factor, sums, offsets
     return matrix(dtype, rows, pre), act, partial, strided_rows(dtype, rows, pre), factor
 
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from cute_kernels import launch
 from cute_kernels.activation import Activation
 from cute_kernels.catalog import SM90_MXFP8_GROUPED_GEMM_ACT, SM90_MXFP8_GROUPED_GEMM_DACT
 from cute_kernels.facts import ListFacts, TensorFacts, facts, facts_or_none, list_facts
 from cute_kernels.hopper.grouped_gemm import Plan, launched, options_of, plan_of, spread_of, sum_of_rows
-from cute_kernels.hopper.operands import KEPT, check_counter, check_shape, readable
+from cute_kernels.hopper.operands import KEPT, check_counter, check_shape, multiprocessors, readable
 from cute_kernels.hopper.product_operands import (
     are_transposed,
     check_bias,
@@ -26,6 +28,19 @@ from cute_kernels.hopper.product_operands import (
     weight_sizes,
     whole,
 )
+
+MODULE = "cute_kernels.hopper.mxfp8_grouped_gemm_kernel"
+ARCH = SM90_MXFP8_GROUPED_GEMM_DACT.arch
+SLOT = 64
+"""Rows that a product adds up: of a block of sums."""
+
+
+@dataclass(frozen=True)
+class SlotSumsOptions:
+    """Sums of what products left for 64 rows each. interleaved, alone: as `rowwise.ColumnSumsOptions`'s."""
+
+    interleaved: bool
+    alone: bool = False
 
 
 def mxfp8_grouped_gemm_act(
@@ -92,21 +107,34 @@ def mxfp8_grouped_gemm_dact(
     columnwise: bool = True,
     need_act: bool = True,
     need_dprobs: bool = False,
+    need_dbias: bool = False,
+    glu_interleave: int = 0,
     sm_margin: int = 0,
     counter: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """`mxfp8_reference.mxfp8_grouped_gemm_dact`; the tail of all but dprobs is undefined."""
     plan = _dact_plan(
         facts(dy), list_facts(weights), facts(offsets), facts(preact), activation, facts_or_none(probs), rowwise,
-        columnwise, need_act, need_dprobs, sm_margin, facts_or_none(counter),
+        columnwise, need_act, need_dprobs, need_dbias, sm_margin, facts_or_none(counter),
     )  # fmt: skip
     made = plan.options.rowwise, plan.options.columnwise
     rows, columns = (dy.new_empty(plan.rows, plan.width) if wanted else None for wanted in made)
     act = dy.new_empty(plan.rows, plan.k) if need_act else None
     partial = dy.new_empty(plan.rows, plan.tiles, dtype=torch.float32) if need_dprobs else None
     preact = preact if plan.readable else readable(preact)
-    launched(plan, dy, weights, offsets, counter, (rows, columns, act, partial, preact, contiguous(probs)))
-    return rows if rowwise else None, columns, act, None if partial is None else sum_of_rows(partial)
+    slots = dbias = None
+    if need_dbias:
+        groups = offsets.shape[0] - 1
+        slots = dy.new_empty(plan.rows // SLOT + groups, plan.width, dtype=torch.float32)
+        dbias = (dy.new_empty if plan.rows else dy.new_zeros)(groups, plan.width, dtype=torch.float32)
+    epilogue = (rows, columns, act, partial, preact, contiguous(probs), slots, offsets)
+    launched(plan, dy, weights, offsets, counter, epilogue)
+    if slots is not None and plan.rows:
+        block = glu_interleave if activation.is_glu else 0
+        kernel = launch.kernel(MODULE, SlotSumsOptions(block > 0, sm_margin > 0), ARCH)
+        most = multiprocessors(plan.kernel, dy.device, sm_margin)
+        kernel(offsets, slots, dbias, max(block, 1), most, launch.current_stream(dy.device))
+    return rows if rowwise else None, columns, act, None if partial is None else sum_of_rows(partial), dbias
 
 
 @functools.lru_cache(KEPT)
@@ -121,6 +149,7 @@ def _dact_plan(
     columnwise: bool,
     need_act: bool,
     need_dprobs: bool,
+    need_dbias: bool,
     sm_margin: int,
     counter: TensorFacts | None,
 ) -> Plan:
@@ -129,6 +158,8 @@ def _dact_plan(
     groups = check_product(kernel, "dy", dy, h, weights, offsets)
     check_shape(kernel.name, "preact", preact, (dy.shape[0], activation.halves * width), dy, (dy.dtype,))
     check_factor(kernel, "probs", probs, dy)
+    if need_dbias and not columnwise:
+        raise ValueError(f"{kernel.name}: need_dbias needs columnwise: who trains a bias trains its weight")
     if not (rowwise or columnwise or need_act or need_dprobs):
         raise ValueError(f"{kernel.name}: needs one of rowwise, columnwise, need_act and need_dprobs")
     _refuse_transposed(kernel.name, are_transposed(kernel, weights))
@@ -137,6 +168,7 @@ def _dact_plan(
         contracts_rows=True, separate=weights.separate, factor=factor_name(probs), keeps=need_act,
         has_dprobs=need_dprobs, zero_tail=False, dynamic=check_counter(kernel.name, counter, dy), mxfp8=True,
         rowwise=rowwise or columnwise, columnwise=columnwise,  # columns without rows would spill, and are rarely wanted
+        has_dbias=need_dbias,
     )  # fmt: skip
     return plan_of(kernel, options, (dy, preact), groups, h, width, width, sm_margin, False)
 

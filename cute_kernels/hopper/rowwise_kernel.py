@@ -382,6 +382,8 @@ class ColumnSums:
     shared memory.
     """
 
+    chunk = CHUNK
+
     def __init__(self, options):
         self.interleaved, self.teams = options.interleaved, Teams(options.alone)
 
@@ -403,7 +405,7 @@ class ColumnSums:
 
     @cute.jit
     def first_slot(self, offsets: cute.Tensor, group):
-        return offsets[group] // CHUNK + group
+        return offsets[group] // self.chunk + group
 
     @cute.kernel
     def add_rows(self, dy: cute.Tensor, offsets: cute.Tensor, scale: cute.Tensor | None, partial: cute.Tensor):
@@ -435,7 +437,7 @@ class ColumnSums:
             span = unit // groups
             group = unit - span * groups
             begin = self.first_slot(offsets, group)
-            end = begin + (offsets[group + 1] - offsets[group] + CHUNK - 1) // CHUNK
+            end = begin + (offsets[group + 1] - offsets[group] + self.chunk - 1) // self.chunk
             total = self.column_sum(partial, None, begin, end, span, team, thread)
             column = span * SPAN + thread
             if column < sums.shape[1]:

@@ -14,14 +14,14 @@ from fusible_ops.op import BasicOperation
 
 
 class GroupedMLPMxfp8(QuantizedMLP):
-    """A `QuantizedMLP` under `MXFP8BlockScaling`, with a first linear that has no bias.
+    """A `QuantizedMLP` under `MXFP8BlockScaling`.
 
     What products read are BF16 tensors that hold MXFP8 values, which they multiply exactly. Kept for backward are x,
     quantised down its tokens, and the pre-activation in BF16; the activation is computed again.
     Forward: quantise x; product + activation (× probs) + quantise; product (+ bias).
     Backward: quantise dy in both directions; product + activation gradient + quantise, of dpreact in both directions
-    and of the recomputed activation (with the gradient of probs); the values of x; two weight gradients; the input's
-    gradient.
+    and of the recomputed activation (with the gradients of probs and bias); the values of x; two weight gradients; the
+    input's gradient.
     """
 
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
@@ -65,7 +65,7 @@ class GroupedMLPMxfp8(QuantizedMLP):
         offsets, trains = groups.offsets, ctxs[self.fc2.at].wants[0]
         dy = copies_of(grad, groups, padded, recipe.operand_format("grad_output"), kernels, True, trains)
         db = kernels.grouped_dbias(plain_rows(grad), offsets, scales) if self.fc2.wants_dbias(ctxs) else None
-        rows, columns, act, dprobs = kernels.mxfp8_grouped_gemm_dact(
+        rows, columns, act, dprobs, db1 = kernels.mxfp8_grouped_gemm_dact(
             dy.rows,
             [w2],
             offsets,
@@ -76,6 +76,8 @@ class GroupedMLPMxfp8(QuantizedMLP):
             columnwise=data is not None,
             need_act=trains,
             need_dprobs=self.act.wants_dprobs(ctxs),
+            need_dbias=self.fc1.wants_dbias(ctxs),
+            glu_interleave=self.block,
         )
         del preact
         if dy.columns is not None:
@@ -83,7 +85,7 @@ class GroupedMLPMxfp8(QuantizedMLP):
         del dy, act
         if data is not None:
             x = kernels.mxfp8_dequantize(data, scale, offsets, padded, grad.shape[:-1].numel())
-            self.fc1.put_grads(ctxs, grads, kernels, columns, x, offsets, glu_interleave=self.block)
+            self.fc1.put_grads(ctxs, grads, kernels, columns, x, offsets, glu_interleave=self.block, db=db1)
             del x
         dx = None
         if w1 is not None:

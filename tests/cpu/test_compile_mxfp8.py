@@ -10,8 +10,9 @@ import pytest
 
 from cute_kernels import launch
 from cute_kernels.activation import Activation
-from cute_kernels.hopper import mxfp8_quantize
-from cute_kernels.hopper.configs import DACT_MXFP8, Options, deepest
+from cute_kernels.hopper import mxfp8_grouped_gemm, mxfp8_quantize
+from cute_kernels.hopper.configs import DACT_MXFP8, DACT_MXFP8_SUMS, Options, deepest
+from cute_kernels.hopper.mxfp8_grouped_gemm import SlotSumsOptions
 from cute_kernels.hopper.mxfp8_quantize import QuantizeOptions, RestoreOptions
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed: nothing can be compiled")
@@ -31,7 +32,8 @@ QUANTIZE = (
 
 
 def options(kind: str, tile: tuple[int, int], activation: Activation, **facts) -> Options:
-    config = deepest(*tile, DACT_MXFP8 if kind == "dact" else kind, activation.is_glu)
+    gradient = DACT_MXFP8_SUMS if facts.get("has_dbias") else DACT_MXFP8
+    config = deepest(*tile, gradient if kind == "dact" else kind, activation.is_glu)
     same = {"contracts_rows": kind == "dact", "zero_tail": False, "mxfp8": True}
     return Options(kind, "bfloat16", config, activation=activation, **same, **facts)
 
@@ -52,6 +54,11 @@ CASES = {
     "dact_low_swiglu": options("dact", (64, 128), SWIGLU, **GRADIENTS),
     "dact_small_swiglu": options("dact", (64, 64), SWIGLU, **GRADIENTS),
     "dact_rows_alone": options("dact", (128, 128), SWIGLU, columnwise=False, keeps=False),
+    "dact_low_sums": options("dact", (64, 128), SWIGLU, has_dbias=True, **GRADIENTS),
+    "dact_low_clamped_sums": options(
+        "dact", (64, 128), CLAMPED, has_dbias=True, separate=True, dynamic=True, **GRADIENTS
+    ),
+    "dact_small_gelu_sums": options("dact", (64, 64), Activation("gelu"), has_dbias=True),
     "dact_without_act": options("dact", (128, 128), SWIGLU, keeps=False, **GRADIENTS),
     "dact_act_alone": options("dact", (128, 128), SWIGLU, rowwise=False, columnwise=False),
     "dact_sums_alone": options("dact", (128, 128), SWIGLU, rowwise=False, columnwise=False, keeps=False, **GRADIENTS),
@@ -81,7 +88,15 @@ def test_products(case, capfd, tmp_path):
     assert len(re.findall(r"wgmma\.mma_async", ptx)) == 2 * (config.tile_m // 64) * config.tile_k // 16
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_sums(interleaved, capfd, tmp_path):
+    compiled(mxfp8_grouped_gemm.MODULE, SlotSumsOptions(interleaved, not interleaved), capfd, tmp_path)
+
+
 def test_host_and_device_agree():
+    from cute_kernels.hopper.epilogues import epilogue
+
+    assert mxfp8_grouped_gemm.SLOT == epilogue.ROWS
     from cute_kernels.hopper import mxfp8_quantize_kernel as kernel
 
     assert (mxfp8_quantize.WARPS, mxfp8_quantize.COLUMNS) == (kernel.WARPS, kernel.COLUMNS)

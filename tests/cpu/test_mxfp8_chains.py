@@ -68,7 +68,7 @@ def compare_mlp(mlp: MLP, splits: Splits, recipe: ops.Recipe = RECIPE) -> None:
 @pytest.mark.parametrize("splits", [*SMALL_SPLITS, OFF_TILE], ids=str)
 @pytest.mark.parametrize("recipe", [RECIPE, SQUARE], ids=["rows", "square"])
 def test_grouped_mlp(splits: Splits, recipe: ops.Recipe) -> None:
-    compare_mlp(MLP(hidden=160, intermediate=192, bias="fc2", scale_bias=True), splits, recipe)
+    compare_mlp(MLP(hidden=160, intermediate=192, bias=True, scale_bias=True), splits, recipe)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -79,19 +79,18 @@ def test_every_activation(activation: str) -> None:
 @pytest.mark.parametrize("activation", ["scaled_swiglu", "clamped_swiglu"])
 def test_interleaved_rows(activation: str) -> None:
     """In blocks of 32, a block of scales is of gate or of up."""
-    compare_mlp(MLP(activation, hidden=96, intermediate=128, interleave=32), TAIL)
+    compare_mlp(MLP(activation, hidden=96, intermediate=128, interleave=32, bias=True), TAIL)
 
 
 @pytest.mark.parametrize(
     ("mlp", "recipe", "reason"),
     [
-        (MLP(hidden=96, intermediate=128, bias=True), RECIPE, "without bias"),
         (MLP(hidden=96, intermediate=128, interleave=64), RECIPE, "glu_interleave"),
         (MLP(hidden=96, intermediate=128, linear={"transposed_weight": True}), RECIPE, "weights [N, K]"),
         (MLP(hidden=96, intermediate=128), ops.MXFP8BlockScaling(fp8_format=ops.Format.HYBRID), "E5M2"),
         (MLP(hidden=96, intermediate=128), ops.MXFP8BlockScaling(backward_override="dequantized"), "override"),
     ],
-    ids=["bias", "interleave", "transposed", "E5M2", "override"],
+    ids=["interleave", "transposed", "E5M2", "override"],
 )
 def test_what_runs_unfused_says_why(mlp: MLP, recipe: ops.Recipe, reason: str) -> None:
     model = mlp.build(TAIL, "cpu", BF16)
@@ -125,7 +124,7 @@ def test_weights_that_are_held_quantised(recipe: ops.Recipe) -> None:
 @pytest.mark.parametrize("wants", list(itertools.product([False, True], repeat=4))[1:], ids=str)
 def test_frozen_parts(wants: tuple[bool, bool, bool, bool]) -> None:
     """Every mix of what is wanted of (x, fc1, fc2, probs)."""
-    mlp = MLP(hidden=160, intermediate=128, bias="fc2")
+    mlp = MLP(hidden=160, intermediate=128, bias=True)
     model, inputs = mlp.build(TAIL, "cpu", BF16), Inputs.random(TAIL, mlp.hidden, "cpu", BF16)
     for op, want in ((model[0], wants[1]), (model[2], wants[2])):
         op.requires_grad_(want)
@@ -153,7 +152,7 @@ def test_a_quantize_in_the_middle() -> None:
 def test_dense_mlp() -> None:
     common = {"device": "cpu", "dtype": BF16}
     x, dy = torch.randn(2, 80, 160).bfloat16(), torch.randn(2, 80, 96).bfloat16()
-    model = ops.Sequential(ops.Linear(160, 256, bias=False, **common), ops.SwiGLU(), ops.Linear(128, 96, **common))
+    model = ops.Sequential(ops.Linear(160, 256, **common), ops.SwiGLU(), ops.Linear(128, 96, **common))
 
     def run(m: ops.Sequential) -> dict[str, Tensor]:
         m.zero_grad()

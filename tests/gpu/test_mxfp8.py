@@ -302,22 +302,27 @@ def check_dact(splits: Splits, activation: Activation, values, width: int, contr
     preact = with_tail(values(rows, activation.halves * width), splits)
     probs = integers(rows).float() if values is integers else torch.rand(rows, device=DEVICE)
     probs[splits.used :] = NAN
+    block = 32 if activation.is_glu else 0
     for weights, p, wanted in (
-        ([w], None, (True, True, True, False)),
-        ([*w.clone().unbind(0)], probs, (True, True, True, True)),
-        ([w], probs, (True, False, False, True)),
-        ([w], probs, (False, True, False, False)),
-        ([w], probs, (False, False, True, True)),
+        ([w], None, (True, True, True, False, False)),
+        ([*w.clone().unbind(0)], probs, (True, True, True, True, False)),
+        ([w], probs, (True, True, True, True, True)),
+        ([w], None, (True, True, False, False, True)),
+        ([w], probs, (True, False, False, True, False)),
+        ([w], probs, (False, True, False, False, False)),
+        ([w], probs, (False, False, True, True, False)),
     ):
         poison(*[(rows, 2 * n) for n in (preact.shape[1], preact.shape[1], width)], (rows, 4))
-        got = hopper("mxfp8_grouped_gemm_dact")(dy, weights, offsets, preact, activation, p, *wanted)
-        want = mx.mxfp8_grouped_gemm_dact(dy, weights, offsets, preact, activation, p, *wanted)
+        got = hopper("mxfp8_grouped_gemm_dact")(dy, weights, offsets, preact, activation, p, *wanted, block)
+        want = mx.mxfp8_grouped_gemm_dact(dy, weights, offsets, preact, activation, p, *wanted, block)
         for what, a, b in zip(("rows", "columns", "act"), got, want, strict=False):
             assert_near(a, b, splits.used, what, differ)
         if wanted[3]:
             torch.testing.assert_close(got[3], want[3], rtol=1e-4, atol=1e-3)
             tail = got[3][splits.used :]
             assert_bitwise_equal(tail, torch.zeros_like(tail), "tail of dprobs")
+        if wanted[4]:
+            torch.testing.assert_close(got[4], want[4], rtol=1e-4, atol=1e-3 * max(1.0, want[4].abs().max().item()))
 
 
 def test_groups_do_not_mix() -> None:
@@ -346,9 +351,9 @@ def test_same_bits_in_100_runs() -> None:
         x_rows = hopper("mxfp8_quantize")(x, offsets, padded).rows
         act, preact = hopper("mxfp8_grouped_gemm_act")(x_rows, [w1], offsets, activation, None, probs, counter=counter)
         back = hopper("mxfp8_grouped_gemm_dact")(
-            dy, [w2], offsets, preact, activation, probs, need_dprobs=True, counter=counter
+            dy, [w2], offsets, preact, activation, probs, need_dprobs=True, need_dbias=True, counter=counter
         )
-        return [t[: splits.used] for t in (x_rows, act, preact, *back)]
+        return [*(t[: splits.used] for t in (x_rows, act, preact, *back[:4])), back[4]]
 
     first = run(None)
     different = torch.zeros((), dtype=torch.int64, device=DEVICE)

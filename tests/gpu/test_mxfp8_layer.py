@@ -60,7 +60,7 @@ def compare(mlp: MLP, splits: Splits, recipe: ops.Recipe = RECIPE) -> None:
 @pytest.mark.parametrize("splits", [*SPLITS, TAIL], ids=str)
 @pytest.mark.parametrize("recipe", [RECIPE, SQUARE], ids=["rows", "square"])
 def test_beside_the_unfused_layer(splits: Splits, recipe: ops.Recipe) -> None:
-    compare(MLP(hidden=160, intermediate=192, bias="fc2", scale_bias=True), splits, recipe)
+    compare(MLP(hidden=160, intermediate=192, bias=True, scale_bias=True), splits, recipe)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -69,7 +69,7 @@ def test_every_activation(activation: str) -> None:
 
 
 def test_interleaved_rows() -> None:
-    compare(MLP(hidden=256, intermediate=320, interleave=32), TAIL)
+    compare(MLP(hidden=256, intermediate=320, interleave=32, bias=True), TAIL)
 
 
 def test_launches() -> None:
@@ -83,7 +83,7 @@ def test_launches() -> None:
 
 def test_memory_that_nobody_wrote_is_never_used() -> None:
     """NaN wherever the allocator gives memory out: tails, padding of what is stored."""
-    layer = Layer(TAIL, bias="fc2", scale_bias=True)
+    layer = Layer(TAIL, bias=True, scale_bias=True)
     want = layer.gradients()
     for _ in range(3):
         blocks = [torch.full((2**i,), float("nan"), device="cuda") for i in range(7, 24) for _ in range(8)]
@@ -99,7 +99,7 @@ def test_memory_that_nobody_wrote_is_never_used() -> None:
 
 def test_same_bits_in_100_runs() -> None:
     sizes = tuple(int(i * 397 % 611) for i in range(16))
-    layer = Layer(Splits("uneven", sizes, sum(sizes) + 50), hidden=512, intermediate=384, bias="fc2")
+    layer = Layer(Splits("uneven", sizes, sum(sizes) + 50), hidden=512, intermediate=384, bias=True)
     first = layer.gradients()
     different = torch.zeros(len(first), dtype=torch.int64, device="cuda")
     for _ in range(100):

@@ -1,9 +1,10 @@
 """dpreact and act of `dactivation`, not rounded but through MXFP8 from FP32, as operands of the products that follow.
 
 args: (rows [T, 2I or I] or None, columns like it or None, act [T, I] or None, partial [T, tiles] FP32 or None, preact
-like rows, probs or None): dpreact in blocks of 1x32, for the input's gradient; dpreact and act in blocks of 32x1, for
-weight gradients. Tiles begin at a group's first row, so 32 rows of a tile are a block; what lies past the group's end
-counts as zero.
+like rows, probs or None, sums [slots, 2I or I] FP32 or None, offsets). Of dpreact: blocks of 1x32 in rows, for the
+input's gradient; of 32x1 in columns, as in act, for weight gradients. Tiles begin at a group's first row, so 32 rows of
+a tile are a block; what lies past the group's end counts as zero. Sums of dpreact's columns over 64 rows, which are not
+quantised, go to the slots that `rowwise_kernel.ColumnSums` has for them.
 
 A piece of 64 rows x 32 columns is worked on as a whole, 16 values of each result a thread. A row's block is in four
 threads. A column's is in eight lanes of two warps: each lane ends up with one column of its warp's 16 rows, leaves the
@@ -17,7 +18,7 @@ seen them leave, and has met the others over the maxima of the next piece.
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32, range_constexpr
 from cutlass.cutlass_dsl import select_
 
 from cute_kernels.hopper.configs import SETS
@@ -52,6 +53,8 @@ class DifferentiateMxfp8(Differentiate):
         partial: cute.Tensor | None
         preact: cute.Tensor
         probs: cute.Tensor | None
+        sums: cute.Tensor | None
+        offsets: cute.Tensor
 
     def sinks(self, args):
         halves = self.preact.halves
@@ -76,10 +79,15 @@ class DifferentiateMxfp8(Differentiate):
             values = self.differentiate(sums, words, first, factors, totals, dtype, Uint32(zero))
             wanted = values[: self.inputs] * self.has_columns + values[self.inputs :]
             own = self.leave_maxima(wanted, rows, tile.end, zero, words, room)
+            last = own[-1].bitcast(Int32) if own else zero
+            if args.sums is not None:
+                last = self.leave_sums(values[: self.inputs], rows, tile.end, zero, last, words, room)
             if self.has_rows:
-                self.put_rows(values[: self.inputs], words, first)
+                self.put_rows(values[: self.inputs], words, first, zero, last)
             if wanted:
                 room.barrier.arrive_and_wait()
+                if args.sums is not None:
+                    self.put_sums(args, tile, tile.column_tile * cut.tile_n + number * epilogue.COLS, words, room)
                 self.put_columns(wanted, own, Uint32(zero), words, room)
             cute.arch.fence_proxy("async.shared", space="cta")
             room.barrier.arrive_and_wait()
@@ -116,14 +124,16 @@ class DifferentiateMxfp8(Differentiate):
                         result[row][2 * chunk + e] = found
         return values
 
-    def put_rows(self, values, words, first):
-        """The rows copies, over what was fetched."""
+    def put_rows(self, values, words, first, zero, last):
+        """The rows copies, over what was fetched, one row after the other. last: as in `leave_sums`."""
+        word = Uint32(last)
         for piece, result in enumerate(values):
             for row in range(2):
-                encode, decode = row_factors(result[row])
+                start = result[row][0].bitcast(Int32) | zero & Int32(word)
+                encode, decode = row_factors([start.bitcast(Float32), *result[row][1:]])
                 for chunk in range(CHUNKS):
-                    pair = result[row][2 * chunk : 2 * chunk + 2]
-                    words.at(first + piece, row, chunk)[0] = restored(*pair, encode, decode)
+                    word = restored(*result[row][2 * chunk : 2 * chunk + 2], encode, decode)
+                    words.at(first + piece, row, chunk)[0] = word
 
     def leave_maxima(self, wanted, rows, end, zero, words, room):
         """The largest magnitude of this lane's column in the 16 rows of its warp, of each result; also for the other
@@ -137,22 +147,50 @@ class DifferentiateMxfp8(Differentiate):
             self.word(words, index, room.thread // 32, room)[0] = own[-1].bitcast(Uint32)
         return own
 
+    def leave_sums(self, values, rows, end, zero, last, words, room):
+        """The sum of this lane's column over the 16 rows of its warp, of gate and up, for the first warps. last: bits
+        of what is to be formed before.
+        """
+        for index, result in enumerate(values):
+            there = [row + (zero & last) < end for row in rows]
+            parts = [[where(t, x, Float32(0.0)) for x in each] for t, each in zip(there, result, strict=True)]
+            total = self.one_column([a + b for a, b in zip(*parts, strict=True)], room.thread % 32, lambda a, b: a + b)
+            last = total.bitcast(Int32)
+            self.word(words, self.inputs + 1 + index, room.thread // 32, room)[0] = total.bitcast(Uint32)
+        return last
+
+    @cute.jit
+    def put_sums(self, args, tile, column, words, room):
+        """Warp 0 those of gate, warp 1 those of up: the four warps' sums, in order."""
+        width = args.sums.shape[1] // self.inputs
+        first = args.offsets[tile.group]
+        slot = first // epilogue.ROWS + tile.group + (tile.row - first) // epilogue.ROWS
+        for index in range_constexpr(self.inputs):
+            there = column + self.column(room)
+            if room.thread // 32 == index and there < width:
+                total = Float32(0.0)
+                for warp in range_constexpr(4):
+                    total += self.word(words, self.inputs + 1 + index, warp, room)[0].bitcast(Float32)
+                args.sums[slot, index * width + there] = total
+
     def put_columns(self, wanted, own, zero, words, room):
         """The columns copies, into their pieces."""
         packed = Uint32(0)
         for index, amax in enumerate(own):
             other = self.word(words, index, room.thread // 32 ^ 1, room)[0].bitcast(Float32)
             packed = packed | Uint32(scale_byte(larger(amax, other).bitcast(Int32))) << (8 * index)
+        word = packed
         for chunk in range(CHUNKS):
             at = slice(2 * chunk, 2 * chunk + 2)
             bytes_ = [self.passed_on(packed, k, room) for k in range(2 * chunk, 2 * chunk + 2)]
             for index, result in enumerate(wanted):
+                bytes_ = [byte | zero & word for byte in bytes_]  # one after the other: registers
                 both = [Int32(byte >> (8 * index) & Uint32(0xFF)) for byte in bytes_]
                 encode, decode = [encode_factor(byte) for byte in both], [decode_factor(byte) for byte in both]
                 for row in range(2):
                     word = restored_apart(*result[row][at], encode, decode)
                     words.at(self.first_result + index, row, chunk)[0] = word
-            packed = packed | zero & word  # the next ones wait: registers
+            packed = packed | zero & word
 
     def passed_on(self, packed, k: int, room):
         """The scales of the k-th of this thread's columns."""
@@ -160,25 +198,32 @@ class DifferentiateMxfp8(Differentiate):
 
     def word(self, words, index: int, warp, room):
         """Where a warp leaves the maximum of a result's column, that of this lane."""
-        lane = room.thread % 32
-        column = lane // 8 * 8 + lane % 4 * 2 + lane // 4 % 2
         base = words.base + self.maxima * PIECE_WORDS
-        return cute.make_tensor(base + (index * 4 + warp) * epilogue.COLS + column, cute.make_layout(1))
+        return cute.make_tensor(base + (index * 4 + warp) * epilogue.COLS + self.column(room), cute.make_layout(1))
+
+    def column(self, room):
+        """Of a piece, the column that `one_column` leaves to this lane."""
+        lane = room.thread % 32
+        return lane // 8 * 8 + lane % 4 * 2 + lane // 4 % 2
 
     def own_column(self, result, valid, lane):
-        """The largest magnitude of one column in the 16 rows of this warp: lane l has that of the k-th of a thread's
-        columns, k = l / 4. In each step a lane keeps half of what it has.
-        """
+        """The largest magnitude of this lane's column in the 16 rows of this warp."""
         found = []
         for k in range(WIDTH):
             first, second = (where(valid[row], result[row][k], Float32(0.0)) for row in range(2))
             found.append(larger(first, second))
+        return self.one_column(found, lane, larger)
+
+    def one_column(self, found, lane, combine):
+        """What eight lanes have of 8 columns, combined: lane l gets that of the k-th of a thread's columns, k = l / 4.
+        In each step a lane keeps half of what it has.
+        """
         for distance in (16, 8, 4):
             upper, half = Boolean(lane & distance != 0), len(found) // 2
             kept = [Float32(select_(upper, found[half + i], found[i])) for i in range(half)]
             sent = [Float32(select_(upper, found[i], found[half + i])) for i in range(half)]
             given = [cute.arch.shuffle_sync_bfly(value, offset=distance) for value in sent]
-            found = [larger(*pair) for pair in zip(kept, given, strict=True)]
+            found = [combine(*pair) for pair in zip(kept, given, strict=True)]
         return found[0]
 
     def send(self, room, tile, column, first):
