@@ -212,3 +212,23 @@ def _mxfp8_mlp() -> tuple[Bound, ...]:
 
 
 MXFP8_MLP_KERNELS = _mxfp8_mlp()
+
+
+def _mxfp8_linear() -> tuple[Bound, ...]:
+    """A linear alone, likewise."""
+    k, n, dtype = "fc.in_features", "fc.out_features", {"dtype": "fc.compute_dtype"}
+    return (
+        bind(catalog.SM90_PADDED_GROUP_OFFSETS, "rows of each group, plain and padded", G="fc.num_groups"),
+        bind(catalog.SM90_MXFP8_QUANTIZE, "fc input, in both orientations", K=k, **dtype),
+        bind(catalog.SM90_MXFP8_QUANTIZE_WEIGHT, "fc weights, once per update", K=k, N=n, **dtype),
+        bind(catalog.SM90_GROUPED_GEMM, "fc forward", K=k, N=n, **dtype),
+        bind(catalog.SM90_MXFP8_QUANTIZE, "output gradient, in both orientations", K=n, **dtype),
+        bind(catalog.SM90_GROUPED_DBIAS, "fc bias gradient", when="fc.has_bias", N=n, **dtype),
+        bind(catalog.SM90_GROUPED_DSCALE, "fc scale gradient", when="fc.scale_bias", N=n, **dtype),
+        bind(catalog.SM90_MXFP8_DEQUANTIZE, "fc input, for its weight gradient", K=k),
+        bind(catalog.SM90_GROUPED_WGRAD, "fc weight gradient", K=k, N=n, **dtype),
+        bind(catalog.SM90_GROUPED_GEMM_DGRAD, "fc input gradient", K=k, N=n, **dtype),
+    )
+
+
+MXFP8_LINEAR_KERNELS = _mxfp8_linear()

@@ -20,6 +20,7 @@ from patterns.kernels import (
     LINEAR_ACT_KERNELS,
     LINEAR_KERNELS,
     MLP_KERNELS,
+    MXFP8_LINEAR_KERNELS,
     MXFP8_MLP_KERNELS,
     sm100_linear,
     sm100_mlp,
@@ -29,6 +30,7 @@ from patterns.rule import Rule, slot
 
 GROUPED_MLP_FP8 = "fusible_ops.fused.grouped_mlp_fp8:GroupedMLPFp8"
 LINEAR_ACTIVATION_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearActivationFp8"
+LINEAR_MXFP8 = "fusible_ops.fused.grouped_linear_mxfp8:GroupedLinearMxfp8"
 LINEAR_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearFp8"
 GROUPED_MLP_MXFP8 = "fusible_ops.fused.grouped_mlp_mxfp8:GroupedMLPMxfp8"
 GROUPED_MLP = "fusible_ops.fused.grouped_mlp:GroupedMLP"
@@ -93,9 +95,7 @@ _MXFP8_ACT = (
     *_ACT,
     one_of("fc1.compute_dtype", ("bfloat16",), stage="guard"),
 )
-_ROWS_OF_WEIGHTS = tuple(
-    absent(f"{label}.transposed_weight", "weights [N, K], from whose rows blocks are cut") for label in ("fc1", "fc2")
-)
+_ROWS_OF_WEIGHTS = "weights [N, K], from whose rows blocks are cut"
 
 _SAME_DTYPE = same("fc1.compute_dtype", "fc2.compute_dtype", ("float16", "bfloat16"))
 
@@ -162,8 +162,14 @@ RULES: tuple[Rule, ...] = (
         name="grouped_mlp_mxfp8",
         pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "grouped_linear")),
         guards=(
-            *(*_MXFP8, _SAME_GROUPS, _FITS, _SAME_DTYPE, _PLAIN_FC1_BIAS, *_MXFP8_ACT),
-            *(*_ROWS_OF_WEIGHTS, _PLAIN_BACKWARD),
+            *_MXFP8,
+            _SAME_GROUPS,
+            _FITS,
+            _SAME_DTYPE,
+            _PLAIN_FC1_BIAS,
+            *_MXFP8_ACT,
+            *(absent(f"{label}.transposed_weight", _ROWS_OF_WEIGHTS) for label in ("fc1", "fc2")),
+            _PLAIN_BACKWARD,
         ),
         program=GROUPED_MLP_MXFP8,
         kernels=MXFP8_MLP_KERNELS,
@@ -283,6 +289,22 @@ RULES: tuple[Rule, ...] = (
         example=examples.FFN_LINEAR_FP8,
     ),
     *_sm100_linears(),
+    Rule(
+        name="grouped_linear_mxfp8",
+        pattern=(slot("fc", "grouped_linear"),),
+        guards=(*_MXFP8, _FP8_OUT, absent("fc.transposed_weight", _ROWS_OF_WEIGHTS)),
+        program=LINEAR_MXFP8,
+        kernels=MXFP8_LINEAR_KERNELS,
+        example=examples.MOE_LINEAR_MXFP8,
+    ),
+    Rule(
+        name="linear_mxfp8",
+        pattern=(slot("fc", "linear"),),
+        guards=(*_MXFP8, _FP8_OUT),
+        program=LINEAR_MXFP8,
+        kernels=MXFP8_LINEAR_KERNELS,
+        example=examples.FFN_LINEAR_MXFP8,
+    ),
     Rule(
         name="grouped_linear",
         pattern=(slot("fc", "grouped_linear"),),

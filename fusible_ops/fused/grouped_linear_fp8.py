@@ -23,80 +23,43 @@ from fusible_ops.fused.fp8_parts import (
 from fusible_ops.fused.parts import (
     activation_at,
     checked_dtype,
-    like_rows_of,
     linear_at,
     no_grads,
     probs_of_tokens,
     row_factor,
     viewed,
 )
+from fusible_ops.fused.quantized_one import Call, QuantizedOne
 from fusible_ops.groups import Groups
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
 from fusible_ops.quantized_parameters import read_by_backward
 
 
-class GroupedLinearFp8(FusedOperation):
-    """y = x W_gᵀ (+ s·b_g), grouped or dense, under `Float8BlockScaling`: what `QuantizedLinear` means, in kernels.
+class GroupedLinearFp8(QuantizedOne):
+    """A `QuantizedOne` under `Float8BlockScaling`.
 
     Forward: quantise x in both orientations; product. Backward: quantise dy likewise, with its sums; two products.
     """
 
-    def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
-        super().__init__(basic_ops)
-        self.fc, _ = linear_at(self.fusible_parts(), 0)
+    def product(
+        self, call: Call, bias: Tensor | None, trains: bool, passes: bool
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        recipe, kernels = call.recipe, call.kernels
+        w = weights_of(self.fc, call.ctxs, recipe, kernels, passes, call.records)
+        format = recipe.operand_format("input")
+        x = copies_of(call.rows, call.groups, call.padded, format, kernels, True, trains, False)
+        y = kernels.fp8_grouped_gemm(x.data, x.scale, w.data, w.scale, call.groups.offsets, bias, call.factors)
+        return y, (x.data_t, x.scale_t, *kept_of_weights(self.fc, call.ctxs, w))
 
-    def keeps(self) -> dict[int, int]:
-        return {4: 0, 5: 0}
-
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor]],
-        **_: Any,
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
-        ctxs, extras, ctx = basic_op_ctxs, basic_op_extra_inputs, basic_op_ctxs[0]
-        kernels, dtype = ctx.kernels, checked_dtype(self.fc.op, ctx, input_)
-        recipe, records = ctx.recipe, ctxs[-1].requires_grad
-        assert recipe is not None
-        trains, passes = (records and flag for flag in (ctx.wants[0], ctx.input_requires_grad))
-        splits, scales = self.fc.split_sizes(extras), self.fc.scales(extras)
-        rows = row_factor(scales, dtype)
-        groups, padded = padded_groups(kernels, splits, input_)
-        w = weights_of(self.fc, ctxs, recipe, kernels, passes, records)
-        bias = self.fc.bias(ctxs, dtype, records)
-        x = copies_of(input_, groups, padded, recipe.operand_format("input"), kernels, True, trains, False)
-        y = kernels.fp8_grouped_gemm(x.data, x.scale, w.data, w.scale, groups.offsets, bias, rows)
-        if records:
-            ctx.splits, ctx.version, ctx.input_shape = groups.splits, groups.version, input_.shape
-            ctx.scales_shape = None if scales is None else scales.shape
-            ctx.unchanged = read_by_backward(ctx.held) if passes else None
-            kept_bias = bias if self.fc.wants_dscales(ctxs) else None
-            kept = kept_of_weights(self.fc, ctxs, w)
-            ctx.save_for_backward(groups.offsets, padded, rows, kept_bias, x.data_t, x.scale_t, *kept)
-        return like_rows_of(y, input_), [()] * len(ctxs)
-
-    def fuser_backward(
-        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **_: Any
-    ) -> tuple[Tensor | None, Sequence[ParamGrads], Sequence[ParamGrads]]:
-        ctxs, ctx, recipe = basic_op_ctxs, basic_op_ctxs[0], basic_op_ctxs[0].recipe
-        assert recipe is not None
-        grads, extra_grads = no_grads(ctxs)
-        offsets, padded, rows, bias, *kept = ctx.take_saved()
-        kernels = ctx.kernels
+    def gradients(self, call: Call, kept: list[Tensor | None], grads: list[ParamGrads]) -> Tensor | None:
+        ctxs, grad, groups, padded, recipe, kernels, _, factors = call
         x, w = turned(*kept[:2]), turned_weights(self.fc, ctxs, recipe, kernels, *kept[2:])
-        groups, format = Groups(offsets, ctx.splits, ctx.version), recipe.operand_format("grad_output")
-        dy, db = graded(self.fc, ctxs, kernels, grad_output, groups, padded, format, rows, w is not None, x)
+        kept.clear()
+        format = recipe.operand_format("grad_output")
+        dy, db = graded(self.fc, ctxs, kernels, grad, groups, padded, format, factors, w is not None, x)
         put_grads(self.fc, ctxs, grads, kernels, turned(dy.data_t, dy.scale_t), x, padded, db)
-        del x, kept
-        if self.fc.wants_dscales(ctxs):
-            dscales = kernels.grouped_dscale(plain_rows(grad_output), bias, offsets)
-            extra_grads[0] = [None, viewed(dscales, ctx.scales_shape)]
-        dx = None
-        if w is not None:
-            dx = viewed(kernels.fp8_grouped_gemm(dy.data, dy.scale, *w, offsets), ctx.input_shape)
-        return dx, grads, extra_grads
+        del x
+        return None if w is None else kernels.fp8_grouped_gemm(dy.data, dy.scale, *w, groups.offsets)
 
 
 class GroupedLinearActivationFp8(FusedOperation):

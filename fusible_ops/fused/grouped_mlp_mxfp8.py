@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from fusible_ops.fused.fp8_parts import plain_rows
-from fusible_ops.fused.mxfp8_parts import copies_of, weights_of
+from fusible_ops.fused.mxfp8_parts import copies_of, kept_of_weights, weights_in_backward, weights_of
 from fusible_ops.fused.parts import interleaves
 from fusible_ops.fused.quantized_mlp import Backward, Forward, QuantizedMLP
 from fusible_ops.op import BasicOperation
@@ -52,16 +52,18 @@ class GroupedMLPMxfp8(QuantizedMLP):
             save_preact=goes_back,
         )
         y = kernels.grouped_gemm(act, [w2.rows], offsets, call.biases[1], call.scales)
-        kept = (x.data, x.scale, w1.columns, w2.columns)
-        return y, preact, kept
+        kept = (kept_of_weights(fc, ctxs, w) for fc, w in ((self.fc1, w1), (self.fc2, w2)))
+        return y, preact, (x.data, x.scale, *kept)
 
     def gradients(self, call: Backward) -> tuple[Tensor | None, Tensor | None]:
         ctxs, grad, groups, padded, recipe, kernels, preact, probs, scales, kept, grads = call
         del call
         data, scale, w1, w2 = kept
         del kept
-        if w2 is None:
+        if preact is None:
             return None, None
+        w1 = weights_in_backward(self.fc1, ctxs, recipe, kernels, w1, ctxs[0].input_requires_grad)
+        w2 = weights_in_backward(self.fc2, ctxs, recipe, kernels, w2, True)
         offsets, trains = groups.offsets, ctxs[self.fc2.at].wants[0]
         dy = copies_of(grad, groups, padded, recipe.operand_format("grad_output"), kernels, True, trains)
         db = kernels.grouped_dbias(plain_rows(grad), offsets, scales) if self.fc2.wants_dbias(ctxs) else None

@@ -9,7 +9,7 @@ from torch import Tensor
 from cute_kernels.mxfp8_reference import Mxfp8Copies, Mxfp8Weights
 from cute_kernels.quantization.formats import Format
 from fusible_ops import casts
-from fusible_ops.fused.fp8_parts import DTYPE
+from fusible_ops.fused.fp8_parts import DTYPE, made_anew
 from fusible_ops.fused.parts import Contexts, LinearPart, as_rows
 from fusible_ops.groups import Groups
 from fusible_ops.quantized_parameters import as_held
@@ -39,6 +39,18 @@ def weights_of(
 
     rows, *columns = casts.cast(parameters, (format, columnwise, "values"), records, make)
     return Mxfp8Weights(rows, columns[0] if columns else None)
+
+
+def kept_of_weights(part: LinearPart, ctxs: Contexts, w: Mxfp8Weights) -> Tensor | None:
+    """What backward keeps of a linear's weights; of sharded ones nothing, as in `fp8_parts`."""
+    return None if w.columns is None or made_anew(part, ctxs) else w.columns
+
+
+def weights_in_backward(
+    part: LinearPart, ctxs: Contexts, recipe: Recipe, kernels: Any, kept: Tensor | None, wanted: bool
+) -> Tensor | None:
+    """What `kept_of_weights` kept, or what it did not; None if it is not wanted."""
+    return weights_of(part, ctxs, recipe, kernels, True, True).columns if kept is None and wanted else kept
 
 
 def copies_of(

@@ -79,11 +79,10 @@ class DifferentiateMxfp8(Differentiate):
             values = self.differentiate(sums, words, first, factors, totals, dtype, Uint32(zero))
             wanted = values[: self.inputs] * self.has_columns + values[self.inputs :]
             own = self.leave_maxima(wanted, rows, tile.end, zero, words, room)
-            last = own[-1].bitcast(Int32) if own else zero
             if args.sums is not None:
-                last = self.leave_sums(values[: self.inputs], rows, tile.end, zero, last, words, room)
+                self.leave_sums(values[: self.inputs], rows, tile.end, words, room)
             if self.has_rows:
-                self.put_rows(values[: self.inputs], words, first, zero, last)
+                self.put_rows(values[: self.inputs], words, first)
             if wanted:
                 room.barrier.arrive_and_wait()
                 if args.sums is not None:
@@ -124,16 +123,14 @@ class DifferentiateMxfp8(Differentiate):
                         result[row][2 * chunk + e] = found
         return values
 
-    def put_rows(self, values, words, first, zero, last):
-        """The rows copies, over what was fetched, one row after the other. last: as in `leave_sums`."""
-        word = Uint32(last)
+    def put_rows(self, values, words, first):
+        """The rows copies, over what was fetched."""
         for piece, result in enumerate(values):
             for row in range(2):
-                start = result[row][0].bitcast(Int32) | zero & Int32(word)
-                encode, decode = row_factors([start.bitcast(Float32), *result[row][1:]])
+                encode, decode = row_factors(result[row])
                 for chunk in range(CHUNKS):
-                    word = restored(*result[row][2 * chunk : 2 * chunk + 2], encode, decode)
-                    words.at(first + piece, row, chunk)[0] = word
+                    pair = result[row][2 * chunk : 2 * chunk + 2]
+                    words.at(first + piece, row, chunk)[0] = restored(*pair, encode, decode)
 
     def leave_maxima(self, wanted, rows, end, zero, words, room):
         """The largest magnitude of this lane's column in the 16 rows of its warp, of each result; also for the other
@@ -147,17 +144,13 @@ class DifferentiateMxfp8(Differentiate):
             self.word(words, index, room.thread // 32, room)[0] = own[-1].bitcast(Uint32)
         return own
 
-    def leave_sums(self, values, rows, end, zero, last, words, room):
-        """The sum of this lane's column over the 16 rows of its warp, of gate and up, for the first warps. last: bits
-        of what is to be formed before.
-        """
+    def leave_sums(self, values, rows, end, words, room):
+        """The sum of this lane's column over the 16 rows of its warp, of gate and up, for the first warps."""
+        there = [row < end for row in rows]
         for index, result in enumerate(values):
-            there = [row + (zero & last) < end for row in rows]
             parts = [[where(t, x, Float32(0.0)) for x in each] for t, each in zip(there, result, strict=True)]
             total = self.one_column([a + b for a, b in zip(*parts, strict=True)], room.thread % 32, lambda a, b: a + b)
-            last = total.bitcast(Int32)
             self.word(words, self.inputs + 1 + index, room.thread // 32, room)[0] = total.bitcast(Uint32)
-        return last
 
     @cute.jit
     def put_sums(self, args, tile, column, words, room):
@@ -179,18 +172,16 @@ class DifferentiateMxfp8(Differentiate):
         for index, amax in enumerate(own):
             other = self.word(words, index, room.thread // 32 ^ 1, room)[0].bitcast(Float32)
             packed = packed | Uint32(scale_byte(larger(amax, other).bitcast(Int32))) << (8 * index)
-        word = packed
         for chunk in range(CHUNKS):
             at = slice(2 * chunk, 2 * chunk + 2)
             bytes_ = [self.passed_on(packed, k, room) for k in range(2 * chunk, 2 * chunk + 2)]
             for index, result in enumerate(wanted):
-                bytes_ = [byte | zero & word for byte in bytes_]  # one after the other: registers
                 both = [Int32(byte >> (8 * index) & Uint32(0xFF)) for byte in bytes_]
                 encode, decode = [encode_factor(byte) for byte in both], [decode_factor(byte) for byte in both]
                 for row in range(2):
                     word = restored_apart(*result[row][at], encode, decode)
                     words.at(self.first_result + index, row, chunk)[0] = word
-            packed = packed | zero & word
+            packed = packed | zero & word  # the next ones wait: registers
 
     def passed_on(self, packed, k: int, room):
         """The scales of the k-th of this thread's columns."""
