@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cute_kernels import fp8_reference, reference
+from cute_kernels import fp8_reference, mxfp8_reference, reference
 from cute_kernels.activation import Activation
-from cute_kernels.blackwell import mxfp8_reference, nvfp4_reference
+from cute_kernels.blackwell import mxfp8_reference as padded_mxfp8_reference
+from cute_kernels.blackwell import nvfp4_reference as padded_nvfp4_reference
 from cute_kernels.blackwell import reference as padded_reference
 from cute_kernels.facts import NO_PLANS, Plans
 from cute_kernels.fp8_ops import fp8_grouped_gemm as fp8_grouped_gemm
@@ -347,7 +348,8 @@ def formulas(plain: bool) -> Any:
     return reference if plain else _reference_operators
 
 
-REFERENCES = (reference, fp8_reference, padded_reference, mxfp8_reference, nvfp4_reference)
+_PADDED = padded_reference, padded_mxfp8_reference, padded_nvfp4_reference
+REFERENCES = (reference, fp8_reference, mxfp8_reference, *_PADDED)
 """The modules that say what the functions above compute."""
 
 
