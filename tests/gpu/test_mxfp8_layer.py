@@ -72,6 +72,21 @@ def test_interleaved_rows() -> None:
     compare(MLP(hidden=256, intermediate=320, interleave=32, bias=True), TAIL)
 
 
+@pytest.mark.parametrize("splits", [TAIL, FULL], ids=str)
+def test_a_linear_alone(splits: Splits) -> None:
+    op = ops.GroupedLinear(splits.groups, 256, 320, bias=True, device="cuda", dtype=torch.bfloat16)
+    x, dy = (torch.randn(splits.rows, width, device="cuda").bfloat16() for width in (256, 320))
+    x[splits.used :] = dy[splits.used :] = float("nan")
+    results = []
+    for options in ({"on_unfused": "error"}, {"rules": ()}):
+        model, own = ops.Sequential(op, **options), x.clone().requires_grad_()
+        with ops.autocast(recipe=RECIPE):
+            y = model(own, splits.tensor("cuda"))
+        results.append([y.detach(), *torch.autograd.grad(y, [own, *op.parameters()], dy)])
+    for i, (a, b) in enumerate(zip(*results, strict=True)):
+        assert relative_error(a.float(), b.float()) <= 2e-3, f"result {i}"  # sums in another order, rounded once
+
+
 def test_launches() -> None:
     layer = Layer()
     layer.gradients()
