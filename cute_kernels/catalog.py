@@ -178,6 +178,25 @@ SM90_MXFP8_GROUPED_GEMM_DACT = _sm90(
     "mxfp8_grouped_gemm_dact", "mxfp8_grouped_gemm", _BF16, *_thirty_twos("H", "I"), _ACTIVATION
 )
 
+SM90_NVFP4_AMAX = _sm90("nvfp4_amax", "nvfp4_quantize", _BF16, *_sixteens("K"))
+SM90_NVFP4_QUANTIZE = _sm90("nvfp4_quantize", "nvfp4_quantize", _BF16, *_sixteens("K"))
+SM90_NVFP4_DEQUANTIZE = _sm90("nvfp4_dequantize", "nvfp4_quantize", *_sixteens("K"))
+SM90_NVFP4_QUANTIZE_WEIGHT = _sm90("nvfp4_quantize_weight", "nvfp4_quantize", _BF16, *_sixteens("N", "K"))
+SM90_NVFP4_GROUPED_GEMM = _sm90("nvfp4_grouped_gemm", "nvfp4_grouped_gemm", _BF16, *_sixteens("K", "N"))
+SM90_NVFP4_GROUPED_GEMM_DGRAD = _sm90("nvfp4_grouped_gemm_dgrad", "nvfp4_grouped_gemm", _BF16, *_sixteens("K", "N"))
+SM90_NVFP4_GROUPED_GEMM_ACT = _sm90(
+    "nvfp4_grouped_gemm_act",
+    "nvfp4_grouped_gemm",
+    _BF16,
+    *_sixteens("K", "N", "I"),
+    _ACTIVATION,
+    _BLOCKS_OF_HALVES,
+)
+SM90_NVFP4_GROUPED_GEMM_DACT = _sm90(
+    "nvfp4_grouped_gemm_dact", "nvfp4_grouped_gemm", _BF16, *_sixteens("H", "I"), _ACTIVATION
+)
+SM90_NVFP4_GROUPED_WGRAD = _sm90("nvfp4_grouped_wgrad", "nvfp4_grouped_wgrad", _BF16, *_sixteens("K", "N"))
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Blackwell, by cuDNN Frontend. Compiled and call-checked without one, not run. Its architecture check also lets SM120
 # pass, for which its kernels then do not compile.
@@ -272,6 +291,15 @@ KERNELS: Mapping[str, Kernel] = {
         SM90_MXFP8_QUANTIZE_WEIGHT,
         SM90_MXFP8_GROUPED_GEMM_ACT,
         SM90_MXFP8_GROUPED_GEMM_DACT,
+        SM90_NVFP4_AMAX,
+        SM90_NVFP4_QUANTIZE,
+        SM90_NVFP4_DEQUANTIZE,
+        SM90_NVFP4_QUANTIZE_WEIGHT,
+        SM90_NVFP4_GROUPED_GEMM,
+        SM90_NVFP4_GROUPED_GEMM_DGRAD,
+        SM90_NVFP4_GROUPED_GEMM_ACT,
+        SM90_NVFP4_GROUPED_GEMM_DACT,
+        SM90_NVFP4_GROUPED_WGRAD,
         *(kernel for rows in SM100.values() for kernel in rows.values()),
     )
 }

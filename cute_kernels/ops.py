@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cute_kernels import fp8_reference, mxfp8_reference, reference
+from cute_kernels import fp8_reference, mxfp8_reference, nvfp4_reference, reference
 from cute_kernels.activation import Activation
 from cute_kernels.blackwell import mxfp8_reference as padded_mxfp8_reference
 from cute_kernels.blackwell import nvfp4_reference as padded_nvfp4_reference
@@ -43,6 +43,16 @@ from cute_kernels.mxfp8_ops import mxfp8_grouped_gemm_act as mxfp8_grouped_gemm_
 from cute_kernels.mxfp8_ops import mxfp8_grouped_gemm_dact as mxfp8_grouped_gemm_dact
 from cute_kernels.mxfp8_ops import mxfp8_quantize as mxfp8_quantize
 from cute_kernels.mxfp8_ops import mxfp8_quantize_weight as mxfp8_quantize_weight
+from cute_kernels.nvfp4_ops import nvfp4_amax as nvfp4_amax
+from cute_kernels.nvfp4_ops import nvfp4_dequantize as nvfp4_dequantize
+from cute_kernels.nvfp4_ops import nvfp4_grouped_gemm as nvfp4_grouped_gemm
+from cute_kernels.nvfp4_ops import nvfp4_grouped_gemm_act as nvfp4_grouped_gemm_act
+from cute_kernels.nvfp4_ops import nvfp4_grouped_gemm_dact as nvfp4_grouped_gemm_dact
+from cute_kernels.nvfp4_ops import nvfp4_grouped_gemm_dgrad as nvfp4_grouped_gemm_dgrad
+from cute_kernels.nvfp4_ops import nvfp4_grouped_wgrad as nvfp4_grouped_wgrad
+from cute_kernels.nvfp4_ops import nvfp4_grouped_wgrad_ as nvfp4_grouped_wgrad_
+from cute_kernels.nvfp4_ops import nvfp4_quantize as nvfp4_quantize
+from cute_kernels.nvfp4_ops import nvfp4_quantize_weight as nvfp4_quantize_weight
 from cute_kernels.padded_mxfp8_ops import padded_mxfp8_gemm as padded_mxfp8_gemm
 from cute_kernels.padded_mxfp8_ops import padded_mxfp8_gemm_act as padded_mxfp8_gemm_act
 from cute_kernels.padded_mxfp8_ops import padded_mxfp8_gemm_dact as padded_mxfp8_gemm_dact
@@ -349,7 +359,7 @@ def formulas(plain: bool) -> Any:
 
 
 _PADDED = padded_reference, padded_mxfp8_reference, padded_nvfp4_reference
-REFERENCES = (reference, fp8_reference, mxfp8_reference, *_PADDED)
+REFERENCES = (reference, fp8_reference, mxfp8_reference, nvfp4_reference, *_PADDED)
 """The modules that say what the functions above compute."""
 
 

@@ -14,11 +14,12 @@ from cute_kernels.scheduling import ALONE, Sharing, choose_scheduler, choose_wgr
 COUNTERS = 32
 """Counters of one call of a run. Launches take them in turn: two that share one are so many launches apart, or lie on
 one stream; backward may run more than once, and weight gradients later and elsewhere."""
-WGRADS = frozenset({"grouped_wgrad", "grouped_wgrad_"})
+WGRADS = frozenset({"grouped_wgrad", "grouped_wgrad_", "nvfp4_grouped_wgrad", "nvfp4_grouped_wgrad_"})
 COUNTED = (
     WGRADS
     | {f"grouped_{name}" for name in ("gemm", "gemm_", "gemm_dgrad", "gemm_act", "gemm_dact")}
     | {"mxfp8_grouped_gemm_act", "mxfp8_grouped_gemm_dact"}
+    | {f"nvfp4_grouped_{name}" for name in ("gemm", "gemm_dgrad", "gemm_act", "gemm_dact")}
 )
 """Kernels that take tiles."""
 _FP8 = (
@@ -32,6 +33,7 @@ BOUNDED = (
     | {"dact", "grouped_dbias", "grouped_dscale"}
     | {f"fp8_{name}" for name in _FP8}
     | {"mxfp8_quantize", "mxfp8_dequantize", "mxfp8_quantize_weight"}
+    | {f"nvfp4_{name}" for name in ("amax", "quantize", "dequantize", "quantize_weight")}
     | {f"padded_{format}{name}" for format in ("", "mxfp8_", "nvfp4_") for name in _PADDED}
 )
 """Kernels that use more than one SM."""

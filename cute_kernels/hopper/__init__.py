@@ -33,12 +33,22 @@ _MODULES = {
     "mxfp8_quantize_weight": "mxfp8_quantize",
     "mxfp8_grouped_gemm_act": "mxfp8_grouped_gemm",
     "mxfp8_grouped_gemm_dact": "mxfp8_grouped_gemm",
+    "nvfp4_amax": "nvfp4_quantize",
+    "nvfp4_quantize": "nvfp4_quantize",
+    "nvfp4_dequantize": "nvfp4_quantize",
+    "nvfp4_quantize_weight": "nvfp4_quantize",
+    "nvfp4_grouped_gemm": "nvfp4_grouped_gemm",
+    "nvfp4_grouped_gemm_dgrad": "nvfp4_grouped_gemm",
+    "nvfp4_grouped_gemm_act": "nvfp4_grouped_gemm",
+    "nvfp4_grouped_gemm_dact": "nvfp4_grouped_gemm",
+    "nvfp4_grouped_wgrad": "nvfp4_grouped_wgrad",
+    "nvfp4_grouped_wgrad_": "nvfp4_grouped_wgrad",
 }
 
 
 def function(name: str) -> Callable:
-    """The host function called `name`, with the signature it has in `cute_kernels.reference`, `fp8_reference` or
-    `mxfp8_reference`."""
+    """The host function called `name`, with the signature it has in `cute_kernels.reference`, `fp8_reference`,
+    `mxfp8_reference` or `nvfp4_reference`."""
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 

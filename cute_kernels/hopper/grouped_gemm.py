@@ -331,8 +331,9 @@ def launched(
     offsets: Tensor,
     counter: Tensor | None,
     epilogue: tuple[Tensor | None, ...],
+    amaxes: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Launch on the current stream of x's device; nothing where there are no rows."""
+    """Launch on the current stream of x's device; nothing where there are no rows. amaxes: of NVFP4 operands."""
     if plan.rows == 0:
         return
     stream = launch.current_stream(x.device)
@@ -341,7 +342,7 @@ def launched(
         base, table = distance_table(plan.kernel.name, weights, x.device, stream)
     base = base.mT if plan.transposed else base
     x = x if plan.readable else readable(x)
-    launch.kernel(MODULE, plan.options, ARCH)(x, base, table, offsets, counter, epilogue, plan.grid, stream)
+    launch.kernel(MODULE, plan.options, ARCH)(x, base, table, offsets, counter, epilogue, amaxes, plan.grid, stream)
 
 
 def distance_table(name: str, weights: Sequence[Tensor], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
@@ -382,10 +383,9 @@ def options_of(
     """Checks what does not depend on the call's memory, once for each shape, and gathers it."""
     gated = activation is not None and activation.is_glu
     interleave = glu_interleave if activation is None or gated else 0
-    kind_of_f = activation and activation.kind
     kernel.require(
-        dtype=dtype_name(dtype), K=K, N=N, I=I, H=H, glu_interleave=interleave, activation=kind_of_f,
-        transposed_weight=kind == "act" and facts["contracts_rows"],
+        dtype=dtype_name(dtype), K=K, N=N, I=I, H=H, glu_interleave=interleave,
+        activation=activation and activation.kind, transposed_weight=kind == "act" and facts["contracts_rows"],
     )  # fmt: skip
     tiles_for = kind
     if kind == "dact" and facts.get("mxfp8"):

@@ -48,6 +48,7 @@ from cute_kernels.hopper.epilogues.dactivation import Differentiate
 from cute_kernels.hopper.epilogues.mxfp8_activation import ActivateMxfp8
 from cute_kernels.hopper.epilogues.mxfp8_dactivation import DifferentiateMxfp8
 from cute_kernels.hopper.epilogues.store import Store
+from cute_kernels.hopper.nvfp4_alpha import fake_amaxes, scale_sums
 from cute_kernels.hopper.operand_views import partition, rows_view, weight_view
 from cute_kernels.hopper.schedule import locate, seek
 
@@ -102,6 +103,7 @@ class GroupedGemm:
         offsets: cute.Tensor,
         counter: cute.Tensor | None,
         epilogue_args: tuple,
+        alpha: tuple | None,
         grid: Int32,
         stream,
     ):
@@ -161,6 +163,7 @@ class GroupedGemm:
             offsets,
             counter,
             epilogue_args,
+            alpha,
             mma,
             *layouts,
         ).launch(grid=[grid, 1, 1], block=[128 * (1 + CONSUMERS), 1, 1], min_blocks_per_mp=1, stream=stream)
@@ -187,6 +190,7 @@ class GroupedGemm:
         offsets: cute.Tensor,
         counter: cute.Tensor | None,
         epilogue_args: tuple,
+        alpha: tuple | None,
         mma: cute.TiledMma,
         layout_x: cute.ComposedLayout,
         layout_w: cute.ComposedLayout,
@@ -250,7 +254,7 @@ class GroupedGemm:
                 thread % 128,
                 warp % 4 == 0,
             )
-            self.consume(pipe, ring, mma, room, args, walk, consumer)
+            self.consume(pipe, ring, mma, room, args, alpha, walk, consumer)
 
     def number(self, walk: Walk, entry):
         """The number of this CTA's tile `entry`, for who only reads it; see `tickets`."""
@@ -324,8 +328,8 @@ class GroupedGemm:
                 epilogue.zero_sums(sums, first, walk.cta * 32 + cute.arch.lane_idx(), walk.ctas * 32)
 
     @cute.jit
-    def consume(self, pipe, ring: Ring, mma, room, args, walk: Walk, consumer):
-        """A consumer warpgroup: every other tile of the CTA, its products, then the epilogue."""
+    def consume(self, pipe, ring: Ring, mma, room, args, alpha, walk: Walk, consumer):
+        """A consumer warpgroup: every other tile of the CTA, its products, times alpha if given, then the epilogue."""
         slice_of = mma.get_slice(0)
         fragment_x = mma.make_fragment_A(slice_of.partition_A(ring.x))
         fragment_w = mma.make_fragment_B(slice_of.partition_B(ring.w))
@@ -345,6 +349,8 @@ class GroupedGemm:
             epilogue.wait_sent(room.leads, 0)
             self.turn(consumer).arrive_and_wait()
             state = self.multiply(pipe, ring, state, mma, acc, fragment_x, fragment_w, consumer)
+            if const_expr(alpha is not None):
+                scale_sums(sums, alpha, tile.group)
             phase = self.epilogue.finish(args, held, sums, tile, room, phase)
             state.advance(others)
             entry += CONSUMERS
@@ -412,7 +418,8 @@ def build(options: Options):
     offsets = vector(Int32, cute.sym_int())
     x, outputs = strided_rows(dtype, rows, contracted), fake_epilogue(options, rows, columns)
     counter = vector(Int32, cute.sym_int()) if options.dynamic else None
-    return GroupedGemm(options), (x, w, table, offsets, counter, outputs, Int32(1), make_fake_stream())
+    alpha = fake_amaxes() if options.two_level else None
+    return GroupedGemm(options), (x, w, table, offsets, counter, outputs, alpha, Int32(1), make_fake_stream())
 
 
 def fake_epilogue(options: Options, rows, columns) -> tuple:

@@ -44,7 +44,7 @@ class WgradOptions:
     """Static facts of one compiled kernel; dtypes by name.
 
     interleaved: rows of the gradient go to blocks of gate and up rows. separate: the output is G tensors.
-    dynamic: tiles are taken through a counter (see `tickets`).
+    dynamic: tiles are taken through a counter (see `tickets`). two_level: as `configs.Options.two_level`.
     """
 
     element: str
@@ -54,6 +54,7 @@ class WgradOptions:
     interleaved: bool = False
     separate: bool = False
     dynamic: bool = False
+    two_level: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +98,25 @@ def grouped_wgrad_(
     plans: Plans = NO_PLANS,
 ) -> None:
     """`reference.grouped_wgrad_`: write into `out`, or add to it."""
-    plan = plans.get(_plan) or plans.keep(_plan, _plan(
+    plan = plans.get(plan_of) or plans.keep(plan_of, plan_of(
         list_facts(out), facts(dy), facts(x), facts(offsets),
         glu_interleave, accumulate, sm_margin, facts_or_none(counter),
     ))  # fmt: skip
+    launched(plan, out, dy, x, offsets, glu_interleave, accumulate, counter)
+
+
+def launched(
+    plan: Plan,
+    out: Sequence[Tensor],
+    dy: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    glu_interleave: int,
+    accumulate: bool,
+    counter: Tensor | None,
+    amaxes: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Launch on the current stream of x's device. amaxes: of NVFP4 operands."""
     if plan.rows == 0:
         if not accumulate:
             torch._foreach_zero_(list(out))
@@ -110,11 +126,11 @@ def grouped_wgrad_(
     if not plan.readable:
         dy, x = readable(dy), readable(x)
     kernel = launch.kernel(MODULE_ADD if accumulate else MODULE, plan.options, ARCH)
-    kernel(dy, x, offsets, target, counter, max(glu_interleave, 1), plan.strip, plan.grid, stream)
+    kernel(dy, x, offsets, target, counter, amaxes, max(glu_interleave, 1), plan.strip, plan.grid, stream)
 
 
 @functools.lru_cache(KEPT)
-def _plan(
+def plan_of(
     out: ListFacts,
     dy: TensorFacts,
     x: TensorFacts,
@@ -123,7 +139,9 @@ def _plan(
     accumulate: bool,
     sm_margin: int,
     counter: TensorFacts | None,
+    two_level: bool = False,
 ) -> Plan:
+    """What follows from all that, or ValueError."""
     groups = check_offsets(NAME, offsets, x)
     check_shape(NAME, "x", x, (dy.shape[0], x.shape[-1]), dy, (dy.dtype,))
     rows, columns = dy.shape[1], x.shape[1]
@@ -131,7 +149,16 @@ def _plan(
     dynamic = check_counter(NAME, counter, x)
     few = dy.shape[0] <= TILE_TOKENS * groups
     options = _options(
-        x.dtype, out.kinds[0].dtype, rows, columns, glu_interleave, accumulate, out.separate, dynamic, few
+        x.dtype,
+        out.kinds[0].dtype,
+        rows,
+        columns,
+        glu_interleave,
+        accumulate,
+        out.separate,
+        dynamic,
+        few,
+        two_level,
     )
     sms = multiprocessors(SM90_GROUPED_WGRAD, x.device, sm_margin, options.config.cluster)
     grid = options.config.grid(groups, rows, columns, sms)
@@ -155,12 +182,14 @@ def _options(
     separate: bool,
     dynamic: bool,
     few: bool,
+    two_level: bool,
 ) -> WgradOptions:
     """Checks what does not depend on the call's memory, once for each shape."""
     SM90_GROUPED_WGRAD.require(dtype=dtype_name(element), K=columns, N=rows)
     check_interleave(NAME, block, rows)
     config = choose(rows, out.itemsize, accumulate, block, few).config
-    return WgradOptions(dtype_name(element), dtype_name(out), config, accumulate, block > 0, separate, dynamic)
+    dtypes = dtype_name(element), dtype_name(out)
+    return WgradOptions(*dtypes, config, accumulate, block > 0, separate, dynamic, two_level)
 
 
 def check_interleave(name: str, block: int, rows: int) -> None:

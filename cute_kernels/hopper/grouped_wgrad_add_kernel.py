@@ -29,6 +29,7 @@ from cutlass import Float32, Int16, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.hopper import tickets
+from cute_kernels.hopper.nvfp4_alpha import scaled
 from cute_kernels.hopper.wgrad_operands import (
     BOX,
     CONSUMER_REGISTERS,
@@ -75,6 +76,7 @@ class GroupedWgradAddSm90(TurnProducts, AddedResults):
         offsets: cute.Tensor,
         out: tuple,
         counter: cute.Tensor | None,
+        amaxes: tuple | None,
         block: Int32,
         strip: Int32,
         grid: Int32,
@@ -95,7 +97,9 @@ class GroupedWgradAddSm90(TurnProducts, AddedResults):
 
         self.storage = Storage
         layouts = (a_layout, b_layout, box_layout, staged_layout)
-        self.start_kernel(self.kernel(*atoms, offsets, out, *sink, counter, block, strip, *layouts), grid, stream)
+        self.start_kernel(
+            self.kernel(*atoms, offsets, out, *sink, counter, amaxes, block, strip, *layouts), grid, stream
+        )
 
     @cute.kernel
     def kernel(
@@ -109,6 +113,7 @@ class GroupedWgradAddSm90(TurnProducts, AddedResults):
         out_atom,
         out_tma,
         counter: cute.Tensor | None,
+        amaxes: tuple | None,
         block: Int32,
         strip: Int32,
         a_layout: cute.ComposedLayout,
@@ -144,7 +149,7 @@ class GroupedWgradAddSm90(TurnProducts, AddedResults):
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             turn = cute.arch.make_warp_uniform(thread // 128)
             target = Target(out, out_atom, out_tma, block)
-            self.consume(a, b, ring, staged, target, walk, turn, thread % 128)
+            self.consume(a, b, ring, staged, target, amaxes, walk, turn, thread % 128)
 
     @cute.jit
     def blocks_of(self, walk: Walk, index):
@@ -228,7 +233,7 @@ class GroupedWgradAddSm90(TurnProducts, AddedResults):
         ring.producer_tail(state)
 
     @cute.jit
-    def consume(self, a, b, ring, staged, target: Target, walk: Walk, turn, thread):
+    def consume(self, a, b, ring, staged, target: Target, amaxes, walk: Walk, turn, thread):
         """Warpgroup `turn` of two: every second tile of this CTA."""
         acc = cute.make_rmem_tensor((TILE_M * TILE_N // 128,), Float32)
         products = [self.product(TILE_M, width, a, b, acc) for width in WIDTHS]
@@ -253,7 +258,8 @@ class GroupedWgradAddSm90(TurnProducts, AddedResults):
                 else:
                     state = self.multiply(ring, state, products[0], blocks, following)
                 if blocks > 0:
-                    self.finish(acc, slots, target, walk, tile, thread)
+                    sums = acc if amaxes is None else scaled(acc, amaxes, tile.group)
+                    self.finish(sums, slots, target, walk, tile, thread)
             else:
                 state.advance(blocks)
             entry += 1

@@ -48,6 +48,7 @@ from cutlass import Float32, Int16, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.hopper import tickets
+from cute_kernels.hopper.nvfp4_alpha import scaled
 from cute_kernels.hopper.wgrad_operands import (
     BOX,
     CONSUMER_REGISTERS,
@@ -86,6 +87,7 @@ class GroupedWgradSm90(TurnProducts):
         offsets: cute.Tensor,
         out: tuple,
         counter: cute.Tensor | None,
+        amaxes: tuple | None,
         block: Int32,
         strip: Int32,
         grid: Int32,
@@ -110,7 +112,9 @@ class GroupedWgradSm90(TurnProducts):
 
         self.storage = Storage
         layouts = (a_layout, b_layout, box_layout, staged_layout)
-        self.start_kernel(self.kernel(*atoms, offsets, out, *sink, counter, block, strip, *layouts), grid, stream)
+        self.start_kernel(
+            self.kernel(*atoms, offsets, out, *sink, counter, amaxes, block, strip, *layouts), grid, stream
+        )
 
     @cute.kernel
     def kernel(
@@ -124,6 +128,7 @@ class GroupedWgradSm90(TurnProducts):
         out_atom,
         out_tma,
         counter: cute.Tensor | None,
+        amaxes: tuple | None,
         block: Int32,
         strip: Int32,
         a_layout: cute.ComposedLayout,
@@ -164,7 +169,7 @@ class GroupedWgradSm90(TurnProducts):
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             turn = cute.arch.make_warp_uniform(thread // 128)
-            self.consume(a, b, ring, plans, staged, target, walk, turn, thread % 128)
+            self.consume(a, b, ring, plans, staged, target, amaxes, walk, turn, thread % 128)
 
     @cute.jit
     def produce(self, a_atom, a_tma, b_atom, b_tma, a, boxes, ring, plans: Plans, walk: Walk):
@@ -211,7 +216,7 @@ class GroupedWgradSm90(TurnProducts):
             cute.copy(atom, source[None, box, k * self.cluster + part], target[None, to], tma_bar_ptr=full, **multicast)
 
     @cute.jit
-    def consume(self, a, b, ring, plans: Plans, staged, target: Target, walk: Walk, turn, thread):
+    def consume(self, a, b, ring, plans: Plans, staged, target: Target, amaxes, walk: Walk, turn, thread):
         """Warpgroup `turn` of two: every second tile of this CTA."""
         acc = cute.make_rmem_tensor((TILE_M * TILE_N // 128,), Float32)
         products = [self.product(*shape, a, b, acc) for shape in SHAPES]
@@ -238,10 +243,11 @@ class GroupedWgradSm90(TurnProducts):
                     state = self.multiply(ring, state, products[3], blocks, following)
                 else:
                     state = self.multiply(ring, state, products[0], blocks, following)
+                sums = acc if amaxes is None else scaled(acc, amaxes, group)
                 if const_expr(self.by_tma):
-                    self.send_tile(acc, slots, lines, target, walk, group, row, col, thread)
+                    self.send_tile(sums, slots, lines, target, walk, group, row, col, thread)
                 else:
-                    self.store_tile(acc, lines, target, walk, group, row, col, thread)
+                    self.store_tile(sums, lines, target, walk, group, row, col, thread)
             else:
                 state.advance(blocks)
             entry += 1

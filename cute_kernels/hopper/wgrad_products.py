@@ -11,6 +11,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
 
+from cute_kernels.hopper.nvfp4_alpha import fake_amaxes
 from cute_kernels.hopper.wgrad_operands import (
     BOX,
     THREADS,
@@ -133,7 +134,8 @@ class TurnProducts(Results):
 
 
 def fake_arguments(options) -> tuple[Any, ...]:
-    """dy, x, offsets, (out,) or (lowest, addresses), counter or None, interleave block, strip, grid size, stream.
+    """dy, x, offsets, (out,) or (lowest, addresses), counter or None, largest magnitudes of NVFP4 operands or None,
+    interleave block, strip, grid size, stream.
     options: `grouped_wgrad.WgradOptions`.
     """
     tokens, rows, cols, groups = (
@@ -153,6 +155,7 @@ def fake_arguments(options) -> tuple[Any, ...]:
         make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4),
         fake_results(options, groups, rows, cols),
         make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4) if options.dynamic else None,
+        fake_amaxes() if options.two_level else None,
         Int32(1),
         Int32(1),
         Int32(1),

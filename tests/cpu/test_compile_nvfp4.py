@@ -1,0 +1,88 @@
+"""NVFP4 kernels compile for SM90 without a GPU: no spills, products in flight."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cute_kernels.activation import Activation
+from cute_kernels.hopper import grouped_wgrad, nvfp4_quantize
+from cute_kernels.hopper.configs import Options, deepest
+from cute_kernels.hopper.grouped_wgrad import WgradOptions
+from cute_kernels.hopper.grouped_wgrad_configs import choose
+from cute_kernels.hopper.nvfp4_quantize import AmaxOptions, QuantizeOptions, RestoreOptions
+from tests.cpu.test_compile_mxfp8 import compiled
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed: nothing can be compiled")
+
+PRODUCTS = "cute_kernels.hopper.grouped_gemm_kernel"
+SWIGLU, CLAMPED = Activation("swiglu"), Activation("clamped_swiglu", 7.0, 1.702, 1.0)
+BOTH_WAYS = ((False, False), (True, False), (False, True), (True, True))
+"""Whether columns are rotated, and whether values are rounded stochastically."""
+QUANTIZE = (
+    AmaxOptions(False),
+    AmaxOptions(True),
+    *(QuantizeOptions(True, True, False, *how) for how in BOTH_WAYS),
+    *(QuantizeOptions(True, False, True, *how) for how in BOTH_WAYS),
+    *(QuantizeOptions(False, True, False, *how) for how in BOTH_WAYS),
+    *(QuantizeOptions(False, False, True, *how) for how in BOTH_WAYS),
+    QuantizeOptions(True, False, False),
+    QuantizeOptions(True, False, False, stochastic=True),
+    QuantizeOptions(True, False, False, square=True),
+    RestoreOptions(),
+)
+
+
+def options(kind: str, tile: tuple[int, int], activation: Activation | None = None, **facts) -> Options:
+    config = deepest(*tile, kind, activation is not None and activation.is_glu)
+    same = {"contracts_rows": kind == "dact", "zero_tail": kind == "store", "two_level": True}
+    return Options(kind, "bfloat16", config, activation=activation, **same | facts)
+
+
+GRADIENTS = {"factor": "float32", "has_dprobs": True, "keeps": False}
+CASES = {
+    "store": options("store", (128, 192)),
+    "store_everything": options("store", (128, 192), has_bias=True, factor="float32", separate=True, dynamic=True),
+    "store_small": options("store", (64, 64), has_bias=True),
+    "dgrad": options("store", (128, 192), contracts_rows=True),
+    "act_swiglu": options("act", (128, 192), SWIGLU, factor="float32"),
+    "act_clamped_everything": options(
+        "act", (128, 192), CLAMPED, has_bias=True, factor="float32", glu_interleave=32, separate=True, dynamic=True
+    ),
+    "act_low": options("act", (64, 128), SWIGLU, factor="bfloat16", keeps=False),
+    "dact_swiglu": options("dact", (128, 192), SWIGLU, **GRADIENTS),
+    "dact_clamped": options("dact", (128, 192), CLAMPED, dynamic=True, **GRADIENTS),
+    "dact_geglu": options("dact", (128, 192), Activation("geglu"), **GRADIENTS),
+    "dact_low": options("dact", (64, 128), SWIGLU, **GRADIENTS),
+}
+
+
+@pytest.mark.parametrize("asked", QUANTIZE, ids=str)
+def test_quantize(asked, capfd, tmp_path):
+    compiled(nvfp4_quantize.MODULE, asked, capfd, tmp_path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products(case, capfd, tmp_path):
+    ptx = compiled(PRODUCTS, CASES[case], capfd, tmp_path)
+    config = CASES[case].config
+    assert len(re.findall(r"wgmma\.mma_async", ptx)) == 2 * (config.tile_m // 64) * config.tile_k // 16
+
+
+@pytest.mark.parametrize("out", ["bfloat16", "float32"])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_weight_gradients(out, accumulate, dynamic, capfd, tmp_path):
+    block = 32 if dynamic else 0
+    config = choose(2048, 4 if out == "float32" else 2, accumulate, block, False).config
+    asked = WgradOptions("bfloat16", out, config, accumulate, block > 0, dynamic, dynamic, two_level=True)
+    module = grouped_wgrad.MODULE_ADD if accumulate else grouped_wgrad.MODULE
+    assert "wgmma" in compiled(module, asked, capfd, tmp_path)
+
+
+def test_host_and_device_agree():
+    from cute_kernels.hopper import nvfp4_quantize_kernel as kernel
+
+    assert (nvfp4_quantize.WARPS, nvfp4_quantize.COLUMNS) == (kernel.WARPS, kernel.COLUMNS)
+    assert (nvfp4_quantize.RESTORED_COLUMNS, nvfp4_quantize.BLOCK) == (kernel.RESTORED_COLUMNS, kernel.BLOCK)
