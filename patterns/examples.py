@@ -83,6 +83,8 @@ SM100 = {
 """(Kind of linear, format, what distinguishes the activation) -> an MLP for Blackwell."""
 MOE_MXFP8 = replace(MOE, recipe=MXFP8)
 FFN_MXFP8 = replace(FFN, recipe=MXFP8)
+MOE_NVFP4 = replace(MOE, recipe=NVFP4)
+FFN_NVFP4 = replace(FFN, recipe=NVFP4)
 FFN_LINEAR_MXFP8 = replace(FFN_LINEAR, recipe=MXFP8)
 FFN_FP8 = replace(FFN, recipe=FP8_BLOCKS)
 FFN_ACTIVATION_QUANTIZE_FP8 = replace(FFN_ACTIVATION_QUANTIZE, recipe=FP8_BLOCKS)

@@ -232,3 +232,59 @@ def _mxfp8_linear() -> tuple[Bound, ...]:
 
 
 MXFP8_LINEAR_KERNELS = _mxfp8_linear()
+
+
+def _nvfp4_operand(what: str, **k_and_dtype: str) -> tuple[Bound, ...]:
+    return (
+        bind(catalog.SM90_NVFP4_AMAX, f"largest magnitudes of the {what}", **k_and_dtype),
+        bind(catalog.SM90_NVFP4_QUANTIZE, f"{what}, in both orientations", **k_and_dtype),
+    )
+
+
+def _nvfp4_linear(label: str) -> tuple[Bound, ...]:
+    """What a linear's weights and its own gradients need, its BF16 operands holding elements times scales."""
+    k, n, dtype = f"{label}.in_features", f"{label}.out_features", {"dtype": f"{label}.compute_dtype"}
+    return (
+        bind(catalog.SM90_NVFP4_QUANTIZE_WEIGHT, f"{label} weights, once per update", K=k, N=n, **dtype),
+        bind(catalog.SM90_GROUPED_DBIAS, f"{label} bias gradient", when=f"{label}.has_bias", N=n, **dtype),
+        bind(catalog.SM90_GROUPED_DSCALE, f"{label} scale gradient", when=f"{label}.scale_bias", N=n, **dtype),
+        bind(catalog.SM90_NVFP4_DEQUANTIZE, f"{label} input, for its weight gradient", K=k),
+        bind(catalog.SM90_NVFP4_GROUPED_WGRAD, f"{label} weight gradient", K=k, N=n, **dtype),
+    )
+
+
+def _nvfp4_one() -> tuple[Bound, ...]:
+    k, n, dtype = "fc.in_features", "fc.out_features", {"dtype": "fc.compute_dtype"}
+    return (
+        bind(catalog.SM90_PADDED_GROUP_OFFSETS, "rows of each group, plain and padded", G="fc.num_groups"),
+        *_nvfp4_operand("fc input", K=k, **dtype),
+        bind(catalog.SM90_NVFP4_GROUPED_GEMM, "fc forward", K=k, N=n, **dtype),
+        *_nvfp4_operand("output gradient", K=n, **dtype),
+        *_nvfp4_linear("fc"),
+        bind(catalog.SM90_NVFP4_GROUPED_GEMM_DGRAD, "fc input gradient", K=k, N=n, **dtype),
+    )
+
+
+NVFP4_LINEAR_KERNELS = _nvfp4_one()
+
+
+def _nvfp4_mlp() -> tuple[Bound, ...]:
+    (k1, n1), (k2, n2) = ((f"{label}.in_features", f"{label}.out_features") for label in ("fc1", "fc2"))
+    dtype, activation = {"dtype": "fc1.compute_dtype"}, {"I": k2, "activation": "act.kind"}
+    block = {"glu_interleave": "act.glu_interleave"}
+    return (
+        bind(catalog.SM90_PADDED_GROUP_OFFSETS, "rows of each group, plain and padded", G="fc1.num_groups"),
+        *_nvfp4_operand("fc1 input", K=k1, **dtype),
+        bind(catalog.SM90_NVFP4_GROUPED_GEMM_ACT, "fc1 and act forward", K=k1, N=n1, **block, **activation, **dtype),
+        *_nvfp4_operand("activation", K=k2, **dtype),
+        bind(catalog.SM90_NVFP4_GROUPED_GEMM, "fc2 forward", K=k2, N=n2, **dtype),
+        *_nvfp4_operand("output gradient", K=n2, **dtype),
+        *_nvfp4_linear("fc2"),
+        bind(catalog.SM90_NVFP4_GROUPED_GEMM_DACT, "fc2 input gradient and act backward", H=n2, **activation, **dtype),
+        *_nvfp4_operand("gradient of the pre-activation", K=n1, **dtype),
+        *_nvfp4_linear("fc1"),
+        bind(catalog.SM90_NVFP4_GROUPED_GEMM_DGRAD, "fc1 input gradient", K=k1, N=n1, **dtype),
+    )
+
+
+NVFP4_MLP_KERNELS = _nvfp4_mlp()

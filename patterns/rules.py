@@ -22,6 +22,8 @@ from patterns.kernels import (
     MLP_KERNELS,
     MXFP8_LINEAR_KERNELS,
     MXFP8_MLP_KERNELS,
+    NVFP4_LINEAR_KERNELS,
+    NVFP4_MLP_KERNELS,
     sm100_linear,
     sm100_mlp,
     sm100_srelu_mlp,
@@ -33,6 +35,8 @@ LINEAR_ACTIVATION_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearActiv
 LINEAR_MXFP8 = "fusible_ops.fused.grouped_linear_mxfp8:GroupedLinearMxfp8"
 LINEAR_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearFp8"
 GROUPED_MLP_MXFP8 = "fusible_ops.fused.grouped_mlp_mxfp8:GroupedMLPMxfp8"
+LINEAR_NVFP4 = "fusible_ops.fused.grouped_linear_nvfp4:GroupedLinearNvfp4"
+GROUPED_MLP_NVFP4 = "fusible_ops.fused.grouped_mlp_nvfp4:GroupedMLPNvfp4"
 GROUPED_MLP = "fusible_ops.fused.grouped_mlp:GroupedMLP"
 PADDED_MLP = "fusible_ops.fused.padded_mlp:PaddedMLP"
 PADDED_MLP_SCALED = "fusible_ops.fused.padded_mlp_scaled:PaddedMLPScaled"
@@ -91,7 +95,7 @@ _FP8_ACT = (
 _QUANTIZES = one_of("quantize.forward", (True,), stage="guard")
 _PLAIN_BACKWARD = absent("quantize.backward", "a Quantize whose gradient stays as it is")
 
-_MXFP8_ACT = (
+_BF16_ACT = (
     *_ACT,
     one_of("fc1.compute_dtype", ("bfloat16",), stage="guard"),
 )
@@ -167,7 +171,7 @@ RULES: tuple[Rule, ...] = (
             _FITS,
             _SAME_DTYPE,
             _PLAIN_FC1_BIAS,
-            *_MXFP8_ACT,
+            *_BF16_ACT,
             *(absent(f"{label}.transposed_weight", _ROWS_OF_WEIGHTS) for label in ("fc1", "fc2")),
             _PLAIN_BACKWARD,
         ),
@@ -178,10 +182,35 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="mlp_mxfp8",
         pattern=(slot("fc1", "linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "linear")),
-        guards=(*_MXFP8, _FITS, _SAME_DTYPE, *_MXFP8_ACT, _PLAIN_BACKWARD),
+        guards=(*_MXFP8, _FITS, _SAME_DTYPE, *_BF16_ACT, _PLAIN_BACKWARD),
         program=GROUPED_MLP_MXFP8,
         kernels=MXFP8_MLP_KERNELS,
         example=examples.FFN_MXFP8,
+    ),
+    Rule(
+        name="grouped_mlp_nvfp4",
+        pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "grouped_linear")),
+        guards=(
+            *_NVFP4,
+            _SAME_GROUPS,
+            _FITS,
+            _SAME_DTYPE,
+            _PLAIN_FC1_BIAS,
+            *_BF16_ACT,
+            *(absent(f"{label}.transposed_weight", _ROWS_OF_WEIGHTS) for label in ("fc1", "fc2")),
+            _PLAIN_BACKWARD,
+        ),
+        program=GROUPED_MLP_NVFP4,
+        kernels=NVFP4_MLP_KERNELS,
+        example=examples.MOE_NVFP4,
+    ),
+    Rule(
+        name="mlp_nvfp4",
+        pattern=(slot("fc1", "linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "linear")),
+        guards=(*_NVFP4, _FITS, _SAME_DTYPE, *_BF16_ACT, _PLAIN_BACKWARD),
+        program=GROUPED_MLP_NVFP4,
+        kernels=NVFP4_MLP_KERNELS,
+        example=examples.FFN_NVFP4,
     ),
     Rule(
         name="grouped_mlp",
@@ -304,6 +333,22 @@ RULES: tuple[Rule, ...] = (
         program=LINEAR_MXFP8,
         kernels=MXFP8_LINEAR_KERNELS,
         example=examples.FFN_LINEAR_MXFP8,
+    ),
+    Rule(
+        name="grouped_linear_nvfp4",
+        pattern=(slot("fc", "grouped_linear"),),
+        guards=(*_NVFP4, _FP8_OUT, absent("fc.transposed_weight", _ROWS_OF_WEIGHTS)),
+        program=LINEAR_NVFP4,
+        kernels=NVFP4_LINEAR_KERNELS,
+        example=examples.MOE_LINEAR_NVFP4,
+    ),
+    Rule(
+        name="linear_nvfp4",
+        pattern=(slot("fc", "linear"),),
+        guards=(*_NVFP4, _FP8_OUT),
+        program=LINEAR_NVFP4,
+        kernels=NVFP4_LINEAR_KERNELS,
+        example=examples.FFN_LINEAR_NVFP4,
     ),
     Rule(
         name="grouped_linear",

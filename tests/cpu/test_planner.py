@@ -108,9 +108,9 @@ def test_groups_that_differ() -> None:
 @pytest.mark.parametrize("start", [0, 1])
 def test_recipe_and_position(start: int) -> None:
     ops = (OpSpec("identity", "i"),) * start + MOE.ops
-    result = plan(Chain(ops, "bfloat16", RecipeSpec("NVFP4BlockScaling")), H200)
+    result = plan(Chain(ops, "bfloat16", RecipeSpec("DelayedScaling")), H200)
     assert not any(step.rule for step in result.steps)
-    assert reasons(result, "grouped_mlp", start) == ["the recipe is NVFP4BlockScaling, needs no quantisation recipe"]
+    assert reasons(result, "grouped_mlp", start) == ["the recipe is DelayedScaling, needs no quantisation recipe"]
 
 
 def test_cached_quantised_input() -> None:
