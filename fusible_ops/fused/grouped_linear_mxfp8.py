@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fusible_ops.fused.fp8_parts import plain_rows
-from fusible_ops.fused.mxfp8_parts import copies_of, kept_of_weights, weights_in_backward, weights_of
+from fusible_ops.fused.mxfp8_parts import copies_of, kept_of_weights, put_grads, weights_in_backward, weights_of
 from fusible_ops.fused.quantized_one import Call, QuantizedOne
 from fusible_ops.op import ParamGrads
 
@@ -37,7 +37,8 @@ class GroupedLinearMxfp8(QuantizedOne):
         format = recipe.operand_format("grad_output")
         dy = copies_of(grad, groups, padded, format, kernels, w is not None, data is not None)
         db = kernels.grouped_dbias(plain_rows(grad), offsets, factors) if self.fc.wants_dbias(ctxs) else None
-        if data is not None and dy.columns is not None:
+        x = None
+        if data is not None:
             x = kernels.mxfp8_dequantize(data, scale, offsets, padded, grad.shape[:-1].numel())
-            self.fc.put_grads(ctxs, grads, kernels, dy.columns, x, offsets, db=db)
+        put_grads(self.fc, ctxs, grads, kernels, dy.columns, x, offsets, db)
         return None if w is None else kernels.grouped_gemm_dgrad(dy.rows, [w], offsets)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from fusible_ops.fused.fp8_parts import plain_rows
-from fusible_ops.fused.mxfp8_parts import copies_of, kept_of_weights, weights_in_backward, weights_of
+from fusible_ops.fused.mxfp8_parts import copies_of, kept_of_weights, put_grads, weights_in_backward, weights_of
 from fusible_ops.fused.parts import interleaves
 from fusible_ops.fused.quantized_mlp import Backward, Forward, QuantizedMLP
 from fusible_ops.op import BasicOperation
@@ -60,13 +60,15 @@ class GroupedMLPMxfp8(QuantizedMLP):
         del call
         data, scale, w1, w2 = kept
         del kept
+        db = kernels.grouped_dbias(plain_rows(grad), groups.offsets, scales) if self.fc2.wants_dbias(ctxs) else None
         if preact is None:
+            put_grads(self.fc2, ctxs, grads, kernels, None, None, groups.offsets, db)
             return None, None
         w1 = weights_in_backward(self.fc1, ctxs, recipe, kernels, w1, ctxs[0].input_requires_grad)
         w2 = weights_in_backward(self.fc2, ctxs, recipe, kernels, w2, True)
         offsets, trains = groups.offsets, ctxs[self.fc2.at].wants[0]
         dy = copies_of(grad, groups, padded, recipe.operand_format("grad_output"), kernels, True, trains)
-        db = kernels.grouped_dbias(plain_rows(grad), offsets, scales) if self.fc2.wants_dbias(ctxs) else None
+        wants_db1 = self.fc1.wants_dbias(ctxs)
         rows, columns, act, dprobs, db1 = kernels.mxfp8_grouped_gemm_dact(
             dy.rows,
             [w2],
@@ -75,20 +77,20 @@ class GroupedMLPMxfp8(QuantizedMLP):
             self.act.op.activation,
             probs,
             rowwise=w1 is not None,
-            columnwise=data is not None,
+            columnwise=data is not None or wants_db1,  # whose sums come with the columns
             need_act=trains,
             need_dprobs=self.act.wants_dprobs(ctxs),
-            need_dbias=self.fc1.wants_dbias(ctxs),
+            need_dbias=wants_db1,
             glu_interleave=self.block,
         )
         del preact
-        if dy.columns is not None:
-            self.fc2.put_grads(ctxs, grads, kernels, dy.columns, act, offsets, db=db)
+        put_grads(self.fc2, ctxs, grads, kernels, dy.columns, act, offsets, db)
         del dy, act
+        x = None
         if data is not None:
             x = kernels.mxfp8_dequantize(data, scale, offsets, padded, grad.shape[:-1].numel())
-            self.fc1.put_grads(ctxs, grads, kernels, columns, x, offsets, glu_interleave=self.block, db=db1)
-            del x
+        put_grads(self.fc1, ctxs, grads, kernels, columns, x, offsets, db1, self.block)
+        del x
         dx = None
         if w1 is not None:
             dx = kernels.grouped_gemm_dgrad(rows, [w1], offsets, self.block)

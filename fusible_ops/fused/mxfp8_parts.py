@@ -12,6 +12,7 @@ from fusible_ops import casts
 from fusible_ops.fused.fp8_parts import DTYPE, made_anew
 from fusible_ops.fused.parts import Contexts, LinearPart, as_rows
 from fusible_ops.groups import Groups
+from fusible_ops.op import ParamGrads
 from fusible_ops.quantized_parameters import as_held
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.recipe import Recipe
@@ -81,3 +82,22 @@ def copies_of(
             return Mxfp8Copies(rows, columns, *kept)
         t = t.dequantize(DTYPE)
     return kernels.mxfp8_quantize(as_rows(t, DTYPE), groups.offsets, padded, rowwise, columnwise, stored)
+
+
+def put_grads(
+    part: LinearPart,
+    ctxs: Contexts,
+    grads: list[ParamGrads],
+    kernels: Any,
+    dy: Tensor | None,
+    x: Tensor | None,
+    offsets: Tensor,
+    db: Tensor | None,
+    glu_interleave: int = 0,
+) -> None:
+    """The parameters' gradients of one linear into its place. x: None if the weights want none. db: its bias gradient,
+    if that is wanted.
+    """
+    if x is not None or db is not None:
+        columns: Any = dy
+        part.put_grads(ctxs, grads, kernels, columns, x, offsets, db=db, glu_interleave=glu_interleave)

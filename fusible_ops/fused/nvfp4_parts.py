@@ -11,6 +11,7 @@ from cute_kernels.nvfp4_reference import Nvfp4Weights, as_stored, block_values
 from cute_kernels.quantization.quantize import Quantized
 from cute_kernels.quantization.scale_layout import from_storage
 from fusible_ops import casts
+from fusible_ops.fused import mxfp8_parts
 from fusible_ops.fused.fp8_parts import DTYPE, made_anew
 from fusible_ops.fused.parts import Contexts, LinearPart, as_rows
 from fusible_ops.groups import Groups
@@ -195,12 +196,9 @@ def put_grads(
 ) -> None:
     """The parameters' gradients of one linear into its place. db: its bias gradient, if that is wanted."""
     data, scale, x_amax = kept
-    if data is None and db is None:
-        return
     x, products = None, kernels
     if data is not None:
         assert dy.column_amax is not None and x_amax is not None
         x = kernels.nvfp4_dequantize(data, scale, padded)
         products = ScaledWgrads(kernels, dy.column_amax, x_amax)
-    columns: Any = dy.columns
-    part.put_grads(ctxs, grads, products, columns, x, padded, db=db, glu_interleave=glu_interleave)
+    mxfp8_parts.put_grads(part, ctxs, grads, products, dy.columns, x, padded, db, glu_interleave)

@@ -159,9 +159,27 @@ def test_dense_mlp() -> None:
         own = x.clone().requires_grad_()
         y = m(own)
         y.backward(dy)
-        return {"y": y.detach(), "dx": own.grad, **{name: p.grad for name, p in m.named_parameters()}}
+        grads = {name: p.grad for name, p in m.named_parameters() if p.grad is not None}
+        return {"y": y.detach(), **({} if own.grad is None else {"dx": own.grad}), **grads}
 
     compare(model, run)
+    for p in model.parameters():
+        p.requires_grad_(p.dim() == 1)
+    compare(model, run)  # biases alone
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+    compare(model, run)
+    rows = torch.randn(160, 128).bfloat16()
+    compare(ops.Sequential(model[2]), lambda m: run_alone(m, rows))
+
+
+def run_alone(m: ops.Sequential, x: Tensor) -> dict[str, Tensor]:
+    """A linear whose input wants no gradient."""
+    m.zero_grad()
+    torch.manual_seed(1)
+    y = m(x)
+    y.backward(torch.randn_like(y))
+    return {"y": y.detach(), **{name: p.grad for name, p in m.named_parameters() if p.grad is not None}}
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, SQUARE], ids=["rows", "square"])

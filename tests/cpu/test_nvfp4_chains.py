@@ -15,6 +15,7 @@ from fusible_ops.quantized_tensor import QuantizedTensor
 from patterns import explain
 from tests.cases import EVEN, OFF_TILE, SMALL_SPLITS, TAIL, Splits
 from tests.compare import assert_bitwise_equal, floor, relative_error
+from tests.cpu.test_mxfp8_chains import run_alone
 from tests.models import ACTIVATIONS, MLP, Inputs, as_if_on, step
 
 BF16 = torch.bfloat16
@@ -185,6 +186,8 @@ def test_dense_mlp() -> None:
     for w in weights:
         w.requires_grad_(False)
     compare(model, run)
+    rows = torch.randn(160, 128).bfloat16()
+    compare(ops.Sequential(model[2]), lambda m: run_alone(m, rows))
 
 
 def test_a_quantised_input() -> None:
