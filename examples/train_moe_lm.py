@@ -153,7 +153,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="CPU threads; of the host",
     )
     add("--seed", type=int, default=0)
-    add("--recipe", choices=tuple(RECIPES), help="quantise the experts: FP8 in blocks, with current or delayed scales")
+    add(
+        "--recipe",
+        choices=tuple(RECIPES),
+        help="quantise the experts: E4M3 in blocks, current or delayed scales, MXFP8, NVFP4",
+    )
     add(
         "--compare",
         nargs="?",

@@ -34,7 +34,13 @@ ON_CUDA = (
 """The learning rate is low so that --compare compares kernels: the higher it is, the further rounding alone drives two
 runs of the same model apart."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-RECIPES = {"block": fo.Float8BlockScaling(), "current": fo.Float8CurrentScaling(), "delayed": fo.DelayedScaling()}
+RECIPES = {
+    "block": fo.Float8BlockScaling(),
+    "current": fo.Float8CurrentScaling(),
+    "delayed": fo.DelayedScaling(),
+    "mxfp8": fo.MXFP8BlockScaling(),
+    "nvfp4": fo.NVFP4BlockScaling(),
+}
 
 
 class Optimizer:
