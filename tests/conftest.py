@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cute_kernels.target import Target
+from fusible_ops import casts
 from tests.places import PLACES, Place
 
 torch.set_num_threads(1)  # the shapes are small, and threads that wait for each other are slow on a busy machine
@@ -43,6 +44,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def seeded() -> None:
     """Every test starts from the same random state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_captured_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a CUDA graph holds an optimizer step, a process keeps no casts: that of one test is none of the next one's."""
+    monkeypatch.setattr(casts._optimizers, "is_captured", False)
 
 
 @pytest.fixture(params=PLACES)
