@@ -5,6 +5,7 @@ Renders what the planner found; decides nothing.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 
 from patterns.break_even import FP8_BLOCKS, break_even, linears_of
@@ -13,6 +14,8 @@ from patterns.planner import Plan, Refused, Step
 from patterns.rule import Rule
 
 INDENT = "    "
+WIDTH = 140
+"""Most columns of a list of names; a condition stands on one line, however long."""
 
 
 def explain(plan: Plan) -> str:
@@ -36,11 +39,22 @@ def explain(plan: Plan) -> str:
                 ("start with other ops", _elsewhere(plan, first, last)),
                 ("are for another recipe", _other_recipes(plan, first, last)),
             ):
-                lines += [f"{INDENT}x {what}: {', '.join(refused.rule for refused in misses)}"] if misses else []
+                lines += _listed(f"x {what}: ", [refused.rule for refused in misses]) if misses else []
     lines += [f"host sync: unfused {op.title} reads its splits on the host; {why}" for op, why in plan.host_reads()]
     count = len(chain.ops) - len(plan.unfused)
     lines.append(f"{count} of {len(chain.ops)} ops fused")
     return "\n".join(lines)
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    """Lines of at most WIDTH columns."""
+    return textwrap.wrap(
+        what + ", ".join(names),
+        width=WIDTH,
+        initial_indent=INDENT,
+        subsequent_indent=INDENT + " " * len(what),
+        break_long_words=False,
+    )
 
 
 def _runs(steps: Iterable[Step]) -> list[list[Step]]:

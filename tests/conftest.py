@@ -48,7 +48,7 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def no_captured_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a CUDA graph holds an optimizer step, a process keeps no casts: that of one test is none of the next one's."""
+    """A process keeps no casts once a CUDA graph holds an optimizer step; one test's is none of the next one's."""
     monkeypatch.setattr(casts._optimizers, "is_captured", False)
 
 
