@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from cute_kernels import reference
 from cute_kernels.activation_reference import rows_of
@@ -56,6 +57,11 @@ class Call:
         self.held, self.extra_inputs, self.kwargs = held, extra_inputs, kwargs
         self.contexts: list[OperationContext] = []
         self.trail_offsets: Tensor | None = None
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Of all ops, as the call found them."""
+        return [p for own in self.held for p in own.parameters]
 
     def begin(self, x: Tensor, needs: tuple[bool, ...], recorded: bool) -> None:
         """Make the contexts. needs, recorded: as `OperationFuser.context_kinds`."""

@@ -121,3 +121,11 @@ def alike(owner: str, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> No
                     f"requires_grad={p.requires_grad}; weights and biases must agree with weight 0, "
                     f"{dtype} {tuple(first.shape)} on {device}, requires_grad={wants}"
                 )
+
+
+def lost(owner: str, missing: KeyError) -> RuntimeError:
+    """The error for a parameter that is none any more."""
+    return RuntimeError(
+        f"{owner}: {missing} is no parameter of this op any more; parametrised weights are not supported (their "
+        "gradients would be lost), pass new values with torch.func.functional_call instead"
+    )

@@ -25,12 +25,13 @@ from fusible_ops.autocast_mode import current_recipe
 from fusible_ops.call import Call, autocast_dtype_on, owned, record, without_autocast
 from fusible_ops.channels import Routing
 from fusible_ops.fallback import refused
-from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, Shortcut
+from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from fusible_ops.parameters import Held
 from fusible_ops.planning import described, failed_among, planned_steps, titled
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.recipe import Float8BlockScaling, Recipe
 from fusible_ops.route import Route, Step
+from fusible_ops.shortcut import ShortCall, Shortcut
 from patterns import RULES, Plan, Refused, Rule, plan
 from patterns.break_even import least_rows, linears_of
 
@@ -200,11 +201,10 @@ class OperationFuser:
         if torch._C._are_functorch_transforms_active():
             _refuse_transforms()
         active = current_recipe()
-        if self._shortcuts and not (basic_op_kwargs or active or torch._C._is_any_autocast_enabled()):
-            records = torch.is_grad_enabled()
-            for shortcut in self._shortcuts:
-                if shortcut.records is records and (y := shortcut(x, extra_inputs)) is not None:
-                    return y
+        if self._shortcuts and not (basic_op_kwargs or active):
+            short = self.short_call(x, extra_inputs, torch.is_grad_enabled())
+            if short is not None:
+                return short.run(x, extra_inputs)
         autocast_dtype = autocast_dtype_on(x.device) if isinstance(x, Tensor) else None
         recipe = self._automatic(x, autocast_dtype) if isinstance(active, str) else active
         if recipe is None and isinstance(x, QuantizedTensor):
@@ -220,11 +220,16 @@ class OperationFuser:
             else:
                 needs = (False, False, *[p.requires_grad for p in parameters], *[False] * len(extra_inputs))
                 y = owned(call.forward(x, needs, False), x)
-        route = call.route  # another one if a kernel did not compile
-        if records in route.unshortened and (not records or call.needs in route.went_back):
-            route.unshortened.remove(records)
-            self._shorten(route, call.contexts, x, extra_inputs)
+        self.shorten(call, x, extra_inputs, records)
         return y
+
+    def short_call(self, x: Tensor, extra_inputs: Sequence[Tensor], records: bool) -> ShortCall | None:
+        """A call without a recipe by a shortcut, if one is for calls like it. records: gradients are recorded."""
+        if not torch._C._is_any_autocast_enabled():
+            for shortcut in self._shortcuts:
+                if shortcut.records is records and (short := shortcut.call(x, extra_inputs)) is not None:
+                    return short
+        return None
 
     def call_for(
         self,
@@ -267,10 +272,12 @@ class OperationFuser:
                 results = separate(call.forward(x, needs, False), x, call)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _shorten(
-        self, route: Route, ctxs: Sequence[OperationContext], x: Tensor, extra_inputs: Sequence[Tensor]
-    ) -> None:
-        """Have a shortcut for calls like this one, which has run, if there is one."""
+    def shorten(self, call: Call, x: Tensor, extra_inputs: Sequence[Tensor], records: bool) -> None:
+        """Have a shortcut for calls like this one, which has run forward, if there is one and none was asked for."""
+        route = call.route  # another one than before if a kernel did not compile
+        if records not in route.unshortened or (records and call.needs not in route.went_back):
+            return
+        route.unshortened.remove(records)
         step, *others = route.steps
         if (
             others
@@ -280,7 +287,7 @@ class OperationFuser:
             or route.recipe
         ):
             return
-        made = step.op.shortcut(ctxs, x, extra_inputs, self.sharing, step.name)
+        made = step.op.shortcut(call.contexts, x, extra_inputs, self.sharing, step.name)
         if made is not None:
             self._shortcuts = [made, *self._shortcuts][:MOST_RECENT]
 

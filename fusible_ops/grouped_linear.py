@@ -143,38 +143,35 @@ class GroupedLinear(BasicOperation):
     # -- parameters ------------------------------------------------------------------------------------------------
 
     def hold(self, owner: str) -> Held:
-        weights = self._held(self._weight_keys)
+        weights = self.weight_parameters()
         if not self.has_bias:
             return Held(weights, weights, (), self.transposed_weight)
-        biases = self._held(self._bias_keys)
+        biases = self.bias_parameters()
         parameters = [*biases, *weights] if self._biases_first else [*weights, *biases]
         return Held(parameters, weights, biases, self.transposed_weight)
 
     def weight_parameters(self) -> list[Parameter]:
         """`[weight]`, or `[weight0, …]`."""
-        return self._held(self._weight_keys)
+        try:
+            return list(map(self._parameters.__getitem__, self._weight_keys))  # type: ignore[arg-type]
+        except KeyError as missing:
+            raise checks.lost(self.label(), missing) from None
 
     def bias_parameters(self) -> list[Parameter]:
         """`[bias]`, `[bias0, …]`, or nothing."""
-        return self._held(self._bias_keys)
+        try:
+            return list(map(self._parameters.__getitem__, self._bias_keys))  # type: ignore[arg-type]
+        except KeyError as missing:
+            raise checks.lost(self.label(), missing) from None
 
     def output_dim(self, name: str) -> int:
         return -1 if name.startswith("bias") or self.transposed_weight else -2
-
-    def _held(self, keys: list[str]) -> list[Parameter]:
-        try:
-            return list(map(self._parameters.__getitem__, keys))  # type: ignore[arg-type]
-        except KeyError as missing:
-            raise RuntimeError(
-                f"{self.label()}: {missing} is no parameter of this op any more; parametrised weights are not "
-                "supported (their gradients would be lost), pass new values with torch.func.functional_call instead"
-            ) from None
 
     @property
     def first_weight(self) -> Parameter:
         """`weight`, or `weight0`; it speaks for all in dtype, device and requires_grad."""
         first = self._parameters.get(self._weight_keys[0])
-        return self._held(self._weight_keys[:1])[0] if first is None else first
+        return self.weight_parameters()[0] if first is None else first
 
     def expert_weights(self) -> Iterator[Tensor]:
         """Each expert's [N, K] weight, as a view."""

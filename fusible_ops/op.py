@@ -8,7 +8,7 @@ basic ops at once through the same `fuser_*` pair. Autograd never records inside
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from fusible_ops.offload import Offloads
 from fusible_ops.parameters import NOTHING_HELD, Held, Packing, Unchanged, parameters_of
 from fusible_ops.quantizer import Quantizer
 from fusible_ops.recipe import DelayedScaling, Recipe
+from fusible_ops.shortcut import Shortcut
 from patterns.chain import OpSpec
 
 ParamGrads = Sequence[Tensor | None]
@@ -322,18 +323,6 @@ class BasicOperation(GraphKey, casts.ParameterOwner, FusibleOperation, ChannelEn
                 self._scales[mode].take(loaded)  # weights that are held quantised know the object
             else:
                 self._scales[mode] = loaded
-
-
-class Shortcut(Protocol):
-    """How a fused operation that is a whole run does calls that are alike, with nothing left to decide.
-
-    records: whether for calls that record gradients; of such some have run backward before.
-    """
-
-    records: bool
-
-    def __call__(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> Tensor | None:
-        """What the run gives; None, and nothing has run, if this call is not alike."""
 
 
 class FusedOperation(FusibleOperation):

@@ -63,9 +63,12 @@ class Route:
         self.failed = False
         """Whether a kernel of these steps could not be had."""
         self.unshortened: set[bool] = set()
-        """Whether gradients are recorded, for calls for which no shortcut was asked since the last one was learnt."""
+        """Whether gradients are recorded, for calls for which no shortcut was asked since the last one was learnt; none
+        while parameters move from call to call, since a shortcut knows addresses.
+        """
         self._alike: list[Callable[..., bool]] = []  # for x and the parameters, then for each extra input
         self._addresses: list[int] = []
+        self._moved = False  # the parameters, before the call learnt last, and no call has fitted since
         self._packed: list[tuple[bool, bool]] = []
 
     def plans(self, index: int) -> Plans:
@@ -79,8 +82,9 @@ class Route:
         if not self._alike:
             made = [likeness(x, *parameters), *map(likeness, extra_inputs)]
             self._alike = [alike for alike in made if alike is not None]
-        self._addresses = list(map(Tensor.data_ptr, parameters))
-        self.unshortened = {True, False}
+        former, self._addresses = self._addresses, list(map(Tensor.data_ptr, parameters))
+        self._moved = bool(former) and former != self._addresses
+        self.unshortened = set() if self._moved else {True, False}
         self._packed = [(own.weights_packed, own.biases_packed) for own in held]
 
     def fits(
@@ -98,4 +102,6 @@ class Route:
             return False
         for own, packed in zip(held, self._packed, strict=True):
             own.knows(packed)
+        if self._moved:
+            self._moved, self.unshortened = False, {True, False}
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,16 +17,29 @@ from torch.utils.checkpoint import checkpoint
 import fusible_ops as ops
 from cute_kernels import reference
 from fusible_ops.call import Call
+from fusible_ops.fused.grouped_mlp import GroupedMLP
 from tests.cases import Splits
 from tests.compare import assert_bitwise_equal
 from tests.models import MLP, Inputs, step
 from tests.places import HOPPER, Place
+
+
+class Apart(MLP):
+    """Weights that lie apart, the last at the lowest address or not, as it happens."""
+
+    def build(self, *args: Any, **options: Any) -> ops.Sequential:
+        model = super().build(*args, **options)
+        for p in reversed(list(model.parameters())):
+            p.data = p.data.clone()
+        return model
+
 
 SPLITS = Splits("tail", (9, 0, 14), rows=40)
 STACKED = MLP("scaled_swiglu", linear={"single_grouped_weight": True})
 CASES = {
     "stacked": STACKED,
     "discrete": MLP("scaled_swiglu"),
+    "apart": Apart("scaled_swiglu"),
     "interleaved": replace(STACKED, activation="scaled_geglu", interleave=8),
     "unary": replace(STACKED, activation="scaled_srelu"),
     "without_probs": replace(STACKED, activation="swiglu"),
@@ -38,7 +52,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
         yield request.param
 
 
-@pytest.fixture(params=["stacked", "discrete"])
+@pytest.fixture(params=["stacked", "discrete", "apart"])
 def mlp(request: pytest.FixtureRequest) -> MLP:
     return CASES[request.param]
 
@@ -118,6 +132,17 @@ def test_a_weight_that_was_changed_in_place(place: Place, mlp: MLP, which: int) 
         y.backward(inputs.dy)
 
 
+def test_a_weight_whose_values_lie_elsewhere_at_backward(place: Place, mlp: MLP) -> None:
+    """Gradients are those of the weights that forward read."""
+    model, inputs = warm(place, mlp), inputs_for(place, mlp)
+    x, y = called(model, mlp, inputs)
+    want = torch.autograd.grad(y, x, inputs.dy, retain_graph=True)[0]
+    for p in model.parameters():
+        p.data = torch.zeros_like(p)
+    assert want.any()
+    assert_bitwise_equal(torch.autograd.grad(y, x, inputs.dy)[0], want)
+
+
 @pytest.mark.parametrize("delayed", [False, True])
 def test_main_grad(place: Place, mlp: MLP, delayed: bool) -> None:
     mlp = replace(mlp, linear={**mlp.linear, "accumulate_into_main_grad": True, "delay_wgrad_compute": delayed})
@@ -149,7 +174,7 @@ def test_main_grad(place: Place, mlp: MLP, delayed: bool) -> None:
 
 def test_what_is_asked_of_a_linear_between_forward_and_backward(place: Place, mlp: MLP) -> None:
     model, inputs = warm(place, mlp), inputs_for(place, mlp)
-    want = step(model, mlp, inputs)["dfc2.weight0" if mlp is CASES["discrete"] else "dfc2.weight"]
+    want = step(model, mlp, inputs)["dfc2.weight" if mlp is STACKED else "dfc2.weight0"]
     model.zero_grad()
     _, y = called(model, mlp, inputs)
     model[2].delay_wgrad_compute = True
@@ -213,6 +238,20 @@ def test_other_calls_take_none(place: Place, mlp: MLP) -> None:
         assert model(x, splits, probs, splits).dtype is torch.float16
     with pytest.raises(ValueError, match="one value for each of 40 rows"):
         model(x, splits, probs[:-1], splits)
+
+
+def test_weights_that_move_from_call_to_call_have_none(place: Place, mlp: MLP) -> None:
+    """A shortcut for each place would cost more than it saves; once they stay there is one."""
+    model, inputs = warm(place, mlp), inputs_for(place, mlp)
+    with mock.patch.object(GroupedMLP, "shortcut", return_value=None) as asked:
+        for _ in range(6):
+            for p in model.parameters():
+                p.data = p.data.clone()
+            step(model, mlp, inputs)
+    assert asked.call_count <= 1  # discrete weights, once they lie apart
+    for _ in range(2):
+        step(model, mlp, inputs)
+    called(model, mlp, inputs)
 
 
 def test_backward_lets_go_of_what_it_has_used(monkeypatch: pytest.MonkeyPatch, mlp: MLP) -> None:

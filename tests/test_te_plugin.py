@@ -6,6 +6,7 @@ Engine's own kernels are missing, so a replay shows as the call of its ops; on a
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import pickle
@@ -19,6 +20,7 @@ from torch import Tensor
 
 import fusible_ops as ops
 from cute_kernels.target import Target
+from fusible_ops.call import Call
 from fusible_ops.integrations import te_fused
 from fusible_ops.integrations import transformer_engine as plugin
 from fusible_ops.integrations.te_parts import runs_of
@@ -179,6 +181,75 @@ def test_main_grad_and_delayed_gradients(te: Any, overwrite: bool, delay: bool) 
         assert called == [1]
     for a, b in zip(pair.theirs.parameters(), pair.ours.parameters(), strict=True):
         assert_bitwise_equal(a.main_grad, b.main_grad)
+
+
+@contextlib.contextmanager
+def shortcuts_only() -> Iterator[None]:
+    """Within it a call that takes no shortcut raises."""
+    with mock.patch.object(Call, "forward", side_effect=AssertionError("this call takes no shortcut")):
+        yield
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["packed", "apart"])
+def test_calls_that_are_alike_take_a_shortcut(te: Any, apart: bool) -> None:
+    """As our own Sequential's, and others are found."""
+    pair = Pair(te, bias=False)
+    if apart:
+        for p in reversed(list(pair.theirs.parameters())):
+            p.data = p.data.clone()
+    for _ in range(3):
+        wanted = pair.train()
+        pair.theirs.zero_grad()
+    with shortcuts_only():
+        assert_alike(pair.train(), wanted)
+    with torch.no_grad():
+        for _ in range(3):
+            pair.theirs(pair.inputs.x, *pair.extras(pair.inputs.probs))
+        with shortcuts_only():
+            assert_bitwise_equal(pair.theirs(pair.inputs.x, *pair.extras(pair.inputs.probs)), wanted["y"])
+    x, probs = pair.inputs.x, pair.inputs.probs.clone().requires_grad_()
+    for _ in range(3):  # x wants no gradient
+        pair.theirs.zero_grad()
+        pair.theirs(x, *pair.extras(probs)).backward(pair.inputs.dy)
+        assert_bitwise_equal(pair.theirs[0].weight0.grad, wanted["dfc1.weight0"])
+    pair.theirs.zero_grad()
+    with torch.no_grad():
+        for model in (pair.theirs, pair.ours):
+            for i, p in enumerate(model.parameters()):
+                p.data = torch.full_like(p, 0.01 * (i + 1))
+    assert_alike(pair.train(), step(pair.ours, pair.mlp, pair.inputs))
+
+
+def test_a_shortcut_behind_another_op(te: Any) -> None:
+    """Inside their node the input requires nothing, and its gradient is wanted."""
+    pair = Pair(te, bias=False)
+    model = te.Sequential(te.ConstantScale(2.0), *pair.theirs)
+    x, extras = pair.inputs.x, pair.extras(pair.inputs.probs.clone().requires_grad_())
+    given, doubled = x.clone().requires_grad_(), (2 * x).requires_grad_()
+    y = pair.ours(doubled, *extras)
+    wanted = 2 * torch.autograd.grad(y, doubled, pair.inputs.dy)[0]
+    for _ in range(3):
+        torch.autograd.grad(model(given, *extras), given, pair.inputs.dy)
+    with shortcuts_only():
+        assert_bitwise_equal(torch.autograd.grad(model(given, *extras), given, pair.inputs.dy)[0], wanted)
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_gradients_of_a_shortcut_go_into_main_grad(te: Any, delay: bool) -> None:
+    pair = Pair(te, bias=False, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    for model in (pair.theirs, pair.ours):
+        for p in model.parameters():
+            p.main_grad = torch.full(p.shape, 2.0, dtype=torch.float32, device=DEVICE)
+    for i in range(4):
+        with shortcuts_only() if i == 3 else contextlib.nullcontext():
+            pair.train()
+            step(pair.ours, pair.mlp, pair.inputs)
+        for model in (pair.theirs, pair.ours):
+            for linear in (model[2], model[0]):
+                linear.backward_dw()
+    for a, b in zip(pair.theirs.parameters(), pair.ours.parameters(), strict=True):
+        assert_bitwise_equal(a.main_grad, b.main_grad)
+    assert (next(pair.theirs.parameters()).main_grad != 2.0).any()
 
 
 def test_delayed_gradients_without_main_grad(te: Any) -> None:

@@ -7,6 +7,7 @@ graph then owns its memory, and a table that is filled only at replay is never h
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels import launch
+from cute_kernels.catalog import SEPARATE_SPAN_BYTES, SM90_GROUPED_GEMM
+from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, Plans
 
 MODULE = "cute_kernels.hopper.device_table_kernel"
 VALUES = 128  # values that one launch carries, 1 KiB of arguments
@@ -60,7 +63,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """The address of each tensor's first element."""
-    return tuple(t.data_ptr() for t in tensors)
+    return tuple(map(Tensor.data_ptr, tensors))
 
 
 def _filled(values: tuple[int, ...], device: torch.device, stream: int, arch: str) -> Tensor:
@@ -70,3 +73,24 @@ def _filled(values: tuple[int, ...], device: torch.device, stream: int, arch: st
         part = values[first : first + VALUES]
         fill(table, first, part + (0,) * (VALUES - len(part)), stream)
     return table
+
+
+def distance_table(
+    name: str, weights: Sequence[Tensor], device: torch.device, stream: int, plans: Plans = NO_PLANS
+) -> tuple[Tensor, Tensor]:
+    """(the tensor at the lowest address, int64 [G] distances from it in units of 16 bytes, on the device)."""
+    lowest, distances = plans.get(_distances) or plans.keep(_distances, _distances(name, addresses(weights)))
+    return weights[lowest], device_table(distances, device, stream, SM90_GROUPED_GEMM.arch)
+
+
+@functools.lru_cache(maxsize=512)
+def _distances(name: str, places: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """(which address is lowest, distances from it in units of 16 bytes)."""
+    lowest = min(places)
+    span = max(places) - lowest
+    if span > SEPARATE_SPAN_BYTES:
+        raise ValueError(
+            f"{name}: separate weights lie {span} bytes apart, needs at most {SEPARATE_SPAN_BYTES} (32 GiB); "
+            "allocate them together or stack them"
+        )
+    return places.index(lowest), tuple((place - lowest) // VECTOR_BYTES for place in places)

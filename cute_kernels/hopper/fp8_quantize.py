@@ -21,7 +21,7 @@ from cute_kernels.catalog import SM90_FP8_QUANTIZE, SM90_FP8_QUANTIZE_WEIGHT
 from cute_kernels.facts import VECTOR_BYTES, ListFacts, TensorFacts, facts, list_facts
 from cute_kernels.fp8_reference import BLOCK, Fp8Copies, Fp8Weights, scales_in_row
 from cute_kernels.hopper.configs import SMEM_BYTES
-from cute_kernels.hopper.grouped_gemm import distance_table
+from cute_kernels.hopper.device_table import distance_table
 from cute_kernels.hopper.operands import KEPT, check_offsets, check_shape, is_readable, multiprocessors, readable
 from cute_kernels.hopper.product_operands import are_transposed
 from cute_kernels.limits import dtype_name

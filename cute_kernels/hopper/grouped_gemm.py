@@ -9,7 +9,7 @@ glu_interleave has a weight's rows. A product with a weight stored [K, N] leaves
 it is glu_interleave there; with others it is 0.
 sm_margin: SMs to leave free. counter: int32 [1] zero, if CTAs are to take tiles as they go (dynamic scheduling), and
 zero again afterwards; launches that share one must not overlap. None: tiles are dealt out beforehand (static).
-plans: where a caller keeps what follows from facts, for calls that are alike.
+plans: where a caller keeps what follows from facts, and from addresses of separate weights, for calls that are alike.
 Errors: ValueError, before anything is launched, that names the argument and the limit.
 """
 
@@ -26,16 +26,15 @@ from torch import Tensor
 from cute_kernels import launch
 from cute_kernels.activation import Activation
 from cute_kernels.catalog import (
-    SEPARATE_SPAN_BYTES,
     SM90_GROUPED_GEMM,
     SM90_GROUPED_GEMM_ACT,
     SM90_GROUPED_GEMM_DACT,
     SM90_GROUPED_GEMM_DGRAD,
     Kernel,
 )
-from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, ListFacts, Plans, TensorFacts, facts, facts_or_none, list_facts
+from cute_kernels.facts import NO_PLANS, ListFacts, Plans, TensorFacts, facts, facts_or_none, list_facts
 from cute_kernels.hopper.configs import DACT_MXFP8, DACT_MXFP8_SUMS, Options, Spread, choose, grid_size, row_class
-from cute_kernels.hopper.device_table import addresses, device_table
+from cute_kernels.hopper.device_table import distance_table
 from cute_kernels.hopper.operands import KEPT, check_counter, check_shape, is_readable, multiprocessors, readable
 from cute_kernels.hopper.product_operands import (
     are_transposed,
@@ -95,7 +94,7 @@ def grouped_gemm(
         sm_margin, facts_or_none(counter),
     ))  # fmt: skip
     y = x.new_empty(plan.rows, plan.n) if out is None else out
-    launched(plan, x, weights, offsets, counter, (y, whole(bias), contiguous(scale)))
+    launched(plan, x, weights, offsets, counter, (y, whole(bias), contiguous(scale)), plans=plans)
     return y
 
 
@@ -144,7 +143,7 @@ def grouped_gemm_dgrad(
         facts(dy), list_facts(weights), facts(offsets), glu_interleave, sm_margin, facts_or_none(counter)
     ))  # fmt: skip
     dx = dy.new_empty(plan.rows, plan.k)
-    launched(plan, dy, weights, offsets, counter, (dx, None, None))
+    launched(plan, dy, weights, offsets, counter, (dx, None, None), plans=plans)
     return dx
 
 
@@ -197,7 +196,9 @@ def grouped_gemm_act(
     ))  # fmt: skip
     act = x.new_empty(plan.rows, plan.width)
     preact = x.new_empty(plan.rows, plan.n) if save_preact else None
-    launched(plan, x, weights, offsets, counter, (act, preact, whole(bias), contiguous(probs), zero_tail_of))
+    launched(
+        plan, x, weights, offsets, counter, (act, preact, whole(bias), contiguous(probs), zero_tail_of), plans=plans
+    )
     return act, preact
 
 
@@ -264,7 +265,7 @@ def grouped_gemm_dact(
     act = dy.new_empty(plan.rows, plan.k) if need_act else None
     partial = dy.new_empty(plan.rows, plan.tiles, dtype=torch.float32) if need_dprobs else None
     preact = preact if plan.readable else readable(preact)
-    launched(plan, dy, weights, offsets, counter, (dpreact, act, partial, preact, contiguous(probs)))
+    launched(plan, dy, weights, offsets, counter, (dpreact, act, partial, preact, contiguous(probs)), plans=plans)
     return dpreact, act, None if partial is None else sum_of_rows(partial)
 
 
@@ -332,6 +333,7 @@ def launched(
     counter: Tensor | None,
     epilogue: tuple[Tensor | None, ...],
     amaxes: tuple[Tensor, Tensor] | None = None,
+    plans: Plans = NO_PLANS,
 ) -> None:
     """Launch on the current stream of x's device; nothing where there are no rows. amaxes: of NVFP4 operands."""
     if plan.rows == 0:
@@ -339,29 +341,10 @@ def launched(
     stream = launch.current_stream(x.device)
     base, table = weights[0], None
     if plan.options.separate:
-        base, table = distance_table(plan.kernel.name, weights, x.device, stream)
+        base, table = distance_table(plan.kernel.name, weights, x.device, stream, plans)
     base = base.mT if plan.transposed else base
     x = x if plan.readable else readable(x)
     launch.kernel(MODULE, plan.options, ARCH)(x, base, table, offsets, counter, epilogue, amaxes, plan.grid, stream)
-
-
-def distance_table(name: str, weights: Sequence[Tensor], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
-    """(the tensor at the lowest address, int64 [G] distances from it in units of 16 bytes, on the device)."""
-    lowest, distances = _distances(name, addresses(weights))
-    return weights[lowest], device_table(distances, device, stream, ARCH)
-
-
-@functools.lru_cache(maxsize=512)
-def _distances(name: str, places: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """(which address is lowest, distances from it in units of 16 bytes)."""
-    lowest = min(places)
-    span = max(places) - lowest
-    if span > SEPARATE_SPAN_BYTES:
-        raise ValueError(
-            f"{name}: separate weights lie {span} bytes apart, needs at most {SEPARATE_SPAN_BYTES} (32 GiB); "
-            "allocate them together or stack them"
-        )
-    return places.index(lowest), tuple((place - lowest) // VECTOR_BYTES for place in places)
 
 
 @functools.lru_cache(maxsize=4096)

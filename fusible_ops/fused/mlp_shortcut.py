@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, likeness
+from cute_kernels.catalog import SEPARATE_SPAN_BYTES
+from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, Plans, likeness
 from cute_kernels.ops import are_plain
 from cute_kernels.scheduling import Sharing
 from fusible_ops import casts
@@ -28,9 +29,6 @@ from fusible_ops.ranges import shown
 if TYPE_CHECKING:
     from fusible_ops.fused.grouped_mlp import GroupedMLP
 
-Weights = tuple[Sequence[Parameter], Sequence[Parameter]]
-"""The weights of both linears."""
-
 
 def mlp_shortcut(
     mlp: GroupedMLP,
@@ -42,8 +40,8 @@ def mlp_shortcut(
 ) -> MLPShortcut | None:
     """For calls like the one of these contexts, whose forward has run.
 
-    None unless kernels take all operands as they are: rows [T, H], packed weights of the same dtype without biases,
-    flat probs, one tensor of split sizes for both linears. And none where gradients are recorded for some of x and the
+    None unless kernels take all operands as they are: rows [T, H], weights of the same dtype without biases, flat
+    probs, one tensor of split sizes for both linears. And none where gradients are recorded for some of x and the
     weights only.
     """
     first, second = ctxs[0], ctxs[mlp.fc2.at]
@@ -64,21 +62,20 @@ def mlp_shortcut(
 
 
 def _is_taken_as_it_is(part: LinearPart, ctx: OperationContext) -> bool:
-    """Whether plans for this linear are kept, and kernels read its weights where they lie, as [N, K]."""
-    first = ctx.held.weights[0]
+    """Whether kernels read the weights of this linear where they lie, as [N, K]."""
+    if not isinstance(part, GroupedPart) or part.op.has_bias or part.op.transposed_weight:
+        return False
+    weights = ctx.held.weights[:1] if ctx.held.weights_packed else ctx.held.weights
+    places = list(map(Tensor.data_ptr, weights))
     return (
-        ctx.plans is not NO_PLANS
-        and isinstance(part, GroupedPart)
-        and not part.op.has_bias
-        and not part.op.transposed_weight
-        and ctx.held.weights_packed
-        and first.is_contiguous()
-        and first.data_ptr() % VECTOR_BYTES == 0
+        all(map(Tensor.is_contiguous, weights))
+        and not any(place % VECTOR_BYTES for place in places)
+        and max(places) - min(places) <= SEPARATE_SPAN_BYTES
     )
 
 
 class MLPShortcut:
-    """See `fusible_ops.op.Shortcut`. It keeps no tensor: a guard that knows facts, and addresses.
+    """See `fusible_ops.shortcut.Shortcut`. It keeps no tensor: a guard that knows facts, and addresses.
 
     first, second: contexts of the linears in the call that this was made after.
     """
@@ -97,108 +94,132 @@ class MLPShortcut:
         self.records, self.wants_dprobs, self.has_probs = first.requires_grad, wants_dprobs, mlp.act.is_scaled
         self.fc1: GroupedLinear = mlp.fc1.op  # type: ignore[assignment]
         self.fc2: GroupedLinear = mlp.fc2.op  # type: ignore[assignment]
-        self.plans1, self.plans2 = first.plans, second.plans
+        self.plans1, self.plans2 = (Plans() if ctx.plans is NO_PLANS else ctx.plans for ctx in (first, second))
         self.owner1, self.owner2 = first.owner, second.owner
         parameters = [*first.held.weights, *second.held.weights]
-        self.stacked = len(parameters) == 2
+        self.stacked, self.count1 = len(parameters) == 2, len(first.held.weights)
+        self.packed1, self.packed2 = first.held.weights_packed, second.held.weights_packed
         self._guard, self._places = guard, list(map(Tensor.data_ptr, parameters))
 
-    def __call__(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> Tensor | None:
-        weights = self.fc1.weight_parameters(), self.fc2.weight_parameters()
-        parameters = weights[0] + weights[1]
+    def call(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> ShortCall | None:
+        weights1, weights2 = self.fc1.weight_parameters(), self.fc2.weight_parameters()
+        parameters = weights1 + weights2
         if len(parameters) != len(self._places) or len(extra_inputs) != 2 + self.has_probs:
             return None
         if extra_inputs[-1] is not extra_inputs[0] or not self._guard(x, *parameters, *extra_inputs[:-1]):
             return None
         if x.data_ptr() % VECTOR_BYTES or list(map(Tensor.data_ptr, parameters)) != self._places:
             return None
-        if self.records:
-            return record(x, self, weights, extra_inputs, *parameters, *extra_inputs)
-        return self.forward(x, weights, extra_inputs)[0]
+        return ShortCall(self, weights1, weights2)
 
-    def forward(self, x: Tensor, weights: Weights, extra_inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        """(y, kernels, what backward needs). It is what `GroupedMLP` keeps, in that order: whoever repeats a forward in
-        backward compares, and may have got the one by a shortcut and not the other.
-        """
-        casts.forget(*weights)
-        w1, w2 = joined(weights[0], 3), joined(weights[1], 3)
-        probs = extra_inputs[1] if self.has_probs else None
-        kernels = forward_kernels(x, True, self.sharing, self.records)
-        with shown(self.title, "forward"):
+
+class ShortCall:
+    """One call by a shortcut, as `fusible_ops.call.Call` is one of a run: forward, and what its backward needs."""
+
+    __slots__ = ("kernels", "saved", "shortcut", "unchanged", "weights1", "weights2")
+
+    def __init__(self, shortcut: MLPShortcut, weights1: list[Parameter], weights2: list[Parameter]) -> None:
+        self.shortcut, self.weights1, self.weights2 = shortcut, weights1, weights2
+        self.kernels: Any = None
+        self.saved: list[Tensor | None] = []
+        self.unchanged: tuple[Unchanged, Unchanged] | None = None
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        return self.weights1 + self.weights2
+
+    def run(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> Tensor:
+        if self.shortcut.records:
+            return record(x, self, extra_inputs, *self.weights1, *self.weights2, *extra_inputs)
+        return self.forward(x, extra_inputs)
+
+    def forward(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> Tensor:
+        shortcut = self.shortcut
+        casts.forget(self.weights1, self.weights2)
+        w1 = [joined(self.weights1, 3)] if shortcut.packed1 else list(map(Tensor.detach, self.weights1))
+        w2 = [joined(self.weights2, 3)] if shortcut.packed2 else list(map(Tensor.detach, self.weights2))
+        probs = extra_inputs[1] if shortcut.has_probs else None
+        kernels = self.kernels = forward_kernels(x, True, shortcut.sharing, shortcut.records)
+        with shown(shortcut.title, "forward"):
             offsets = kernels.group_offsets(extra_inputs[0], x.shape[0])
-            y, _, preact = self.mlp.products(
+            y, _, preact = shortcut.mlp.products(
                 kernels,
                 x,
-                [w1],
+                w1,
                 offsets,
                 None,
                 probs,
-                self.records,
-                self.plans1,
-                [w2],
+                shortcut.records,
+                shortcut.plans1,
+                w2,
                 offsets,
                 None,
                 None,
-                self.plans2,
+                shortcut.plans2,
             )
-        return y, kernels, (x, preact, offsets, probs, w1, w2)
+        if shortcut.records:
+            # Autograd sees whether a tensor changes that it keeps: all of a stacked weight, of several the first.
+            self.unchanged = None if shortcut.stacked else (Unchanged(self.weights1), Unchanged(self.weights2))
+            self.saved = [x, preact, offsets, probs, *w1, *w2]
+        return y
 
-    def check_backward(self, weights: Weights, unchanged: tuple[Unchanged, Unchanged] | None) -> None:
+    def take_saved(self) -> list[Tensor | None]:
+        """What backward needs. It is what `GroupedMLP` keeps, in that order: whoever repeats a forward in backward
+        compares, and may have got the one by a shortcut and not the other.
+        """
+        saved, self.saved = self.saved, []
+        return saved
+
+    def check_backward(self) -> None:
         """As `Call.check_backward`."""
-        if self.fc1.accumulate_into_main_grad or self.fc2.accumulate_into_main_grad:
-            self.fc1.check_main_grads(weights[0], self.owner1)
-            self.fc2.check_main_grads(weights[1], self.owner2)
-        if unchanged is not None:
-            unchanged[0].check(self.owner1)
-            unchanged[1].check(self.owner2)
+        shortcut = self.shortcut
+        if shortcut.fc1.accumulate_into_main_grad or shortcut.fc2.accumulate_into_main_grad:
+            shortcut.fc1.check_main_grads(self.weights1, shortcut.owner1)
+            shortcut.fc2.check_main_grads(self.weights2, shortcut.owner2)
+        if self.unchanged is not None:
+            self.unchanged[0].check(shortcut.owner1)
+            self.unchanged[1].check(shortcut.owner2)
 
-    def backward(self, kernels: Any, dy: Tensor, saved: list[Any], weights: Weights) -> tuple[Tensor | None, ...]:
+    def backward(self, saved: list[Any], dy: Tensor) -> list[Tensor | None]:
         """Gradients of x, all weights, all extra inputs. `saved` is emptied."""
-        x, preact, offsets, probs, w1, w2 = saved
+        shortcut, kernels = self.shortcut, backward_kernels(self.kernels, dy, are_plain((dy, *saved)))
+        x, preact, offsets, probs, *weights = saved
         saved.clear()
-        act_op, plans1, plans2 = self.mlp.act.op, self.plans1, self.plans2
+        count = 1 if shortcut.packed1 else shortcut.count1
+        w1, w2 = weights[:count], weights[count:]
+        act_op, plans1, plans2 = shortcut.mlp.act.op, shortcut.plans1, shortcut.plans2
         activation, block = act_op.activation, act_op.glu_interleave
-        with shown(self.title, "backward"):
+        with shown(shortcut.title, "backward"):
             dy = incoming(dy, x.dtype)
             dpreact, act, dprobs = kernels.grouped_gemm_dact(
-                dy, [w2], offsets, preact, activation, probs, True, self.wants_dprobs, False, plans=plans2
+                dy, w2, offsets, preact, activation, probs, True, shortcut.wants_dprobs, False, plans=plans2
             )
             del preact
-            dw2 = self.fc2.weight_grads(weights[1], WeightGrad(kernels, dy, act, offsets, 0, plans2))
+            dw2 = shortcut.fc2.weight_grads(self.weights2, WeightGrad(kernels, dy, act, offsets, 0, plans2))
             del act
-            dw1 = self.fc1.weight_grads(weights[0], WeightGrad(kernels, dpreact, x, offsets, block, plans1))
+            dw1 = shortcut.fc1.weight_grads(self.weights1, WeightGrad(kernels, dpreact, x, offsets, block, plans1))
             del x
-            dx = kernels.grouped_gemm_dgrad(dpreact, [w1], offsets, block, plans=plans1)
-        return dx, *dw1, *dw2, None, *((dprobs, None) if self.has_probs else (None,))
+            dx = kernels.grouped_gemm_dgrad(dpreact, w1, offsets, block, plans=plans1)
+        return [dx, *dw1, *dw2, None, *((dprobs, None) if shortcut.has_probs else (None,))]
 
 
 class _Run(torch.autograd.Function):
     """One call as an autograd node. `tensors`: all weights, all extra inputs, for autograd."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        shortcut: MLPShortcut,
-        weights: Weights,
-        extra_inputs: Sequence[Tensor],
-        *tensors: Tensor,
-    ) -> Tensor:
-        y, ctx.kernels, kept = shortcut.forward(x, weights, extra_inputs)
-        ctx.save_for_backward(*kept)
-        ctx.shortcut, ctx.weights = shortcut, weights
-        # Autograd sees whether a tensor changes that it keeps: all of a stacked weight, of several the first.
-        ctx.unchanged = None if shortcut.stacked else (Unchanged(weights[0]), Unchanged(weights[1]))
+    def forward(ctx: Any, x: Tensor, call: ShortCall, extra_inputs: Sequence[Tensor], *tensors: Tensor) -> Tensor:
+        y = call.forward(x, extra_inputs)
+        ctx.call = call
+        ctx.save_for_backward(*call.take_saved())
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved, shortcut = saved_for(ctx), ctx.shortcut
-        shortcut.check_backward(ctx.weights, ctx.unchanged)
+        saved = saved_for(ctx)
+        ctx.call.check_backward()
         let_go(ctx)
-        kernels = backward_kernels(ctx.kernels, dy, are_plain((dy, *saved)))
-        dx, *rest = shortcut.backward(kernels, dy, saved, ctx.weights)
-        return dx, None, None, None, *rest
+        dx, *rest = ctx.call.backward(saved, dy)
+        return dx, None, None, *rest
 
 
 record = super(torch.autograd.Function, _Run).apply

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusible_ops.call import autocast_dtype_on, without_autocast
+from fusible_ops.call import Call, autocast_dtype_on, without_autocast
 from fusible_ops.fuser import OperationFuser
 from fusible_ops.grouped_linear import GroupedLinear
 from fusible_ops.integrations.te_parts import is_plain, runs_of
+from fusible_ops.parameters import parameters_of
 from fusible_ops.recipe import Recipe
+from fusible_ops.shortcut import ShortCall
 
 Grads = tuple[Tensor | None, list[Any], list[Any]]
+SPLITS = (torch.int32, torch.int64)
+"""Types of split sizes that kernels read."""
 
 
 class Joint:
@@ -36,6 +41,7 @@ class Joint:
         """Prepare for these ops under this recipe."""
         (run,), _ = runs_of(basic_ops)
         self.fuser, self.recipe = OperationFuser(run.ours, run.names), recipe
+        self.counts = [len(parameters_of(op)) for op in self.fuser.basic_ops]
         self.spans: list[slice] = []
         at = 0
         for op in basic_ops:
@@ -61,29 +67,43 @@ class Joint:
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Any]]]:
         head = basic_op_ctxs[0]
-        extras = [t for own in basic_op_extra_inputs for t in own]
-        head.runs_ours = Joint.is_installed and not any(basic_op_kwargs)
-        if head.runs_ours:
-            extras = self._with_splits_on(input_.device, extras)
-            head.runs_ours = self._takes(input_, extras)
-        if not head.runs_ours:
+        call, y = None, input_
+        if Joint.is_installed and not any(basic_op_kwargs):
+            call, y = self._run(basic_op_ctxs, input_, [t for own in basic_op_extra_inputs for t in own])
+        head.call = call
+        if call is None:
             quantizers = prev_op_grad_output_quantizer, next_op_input_quantizer
             return self._replay(basic_op_ctxs, input_, basic_op_extra_inputs, quantizers, basic_op_kwargs)
-        autocast_dtype = autocast_dtype_on(input_.device)
-        call, parameters = self.fuser.call_for(input_, extras, autocast_dtype, self.recipe)
-        recorded = any(ctx.requires_grad for ctx in basic_op_ctxs)
-        # Inside the fuser's node intermediate tensors require nothing; its inputs carry the mark that they are kept.
-        is_input = getattr(input_, "_do_not_clear", False)
-        wants_dx = head.requires_grad and (input_.requires_grad or not is_input)
-        needs = (wants_dx, False, *[p.requires_grad for p in parameters], *[t.requires_grad for t in extras])
-        with torch.no_grad(), without_autocast(input_.device, autocast_dtype):
-            y = call.forward(input_, needs, recorded)
-            saved = call.take_saved()
-        if recorded:
-            _mark_for_offload(saved, parameters)
-            head.save_for_backward(*saved)
-            head.call = call
         return y, [()] * len(basic_op_ctxs)
+
+    def _run(self, ctxs: list[Any], x: Tensor, extras: list[Any]) -> tuple[Call | ShortCall | None, Tensor]:
+        """(the call, y) where our kernels take it, with what backward needs in the first context; else None."""
+        head, fuser = ctxs[0], self.fuser
+        extras = self._with_splits_on(x.device, extras)
+        recorded = any(ctx.requires_grad for ctx in ctxs)
+        # Inside the fuser's node intermediate tensors require nothing; its inputs carry the mark that they are kept.
+        wants_dx = head.requires_grad and (x.requires_grad or not getattr(x, "_do_not_clear", False))
+        # Shortcuts that record give all gradients.
+        short = fuser.short_call(x, extras, recorded) if self.recipe is None and wants_dx == recorded else None
+        call: Call | ShortCall
+        if short is not None:
+            with torch.no_grad():
+                call, y = short, short.forward(x, extras)
+        elif self._takes(x, extras):
+            autocast_dtype = autocast_dtype_on(x.device)
+            call, parameters = fuser.call_for(x, extras, autocast_dtype, self.recipe)
+            needs = (wants_dx, False, *[p.requires_grad for p in parameters], *[t.requires_grad for t in extras])
+            with torch.no_grad(), without_autocast(x.device, autocast_dtype):
+                y = call.forward(x, needs, recorded)
+            if wants_dx == recorded:
+                fuser.shorten(call, x, extras, recorded)
+        else:
+            return None, x
+        if recorded:
+            saved = call.take_saved()
+            _mark_for_offload(saved, call)
+            head.save_for_backward(*saved)
+        return call, y
 
     def _takes(self, x: Any, extras: Sequence[Any]) -> bool:
         if not all(map(is_plain, (x, *extras))) or any(t.device != x.device for t in extras):
@@ -98,8 +118,10 @@ class Joint:
             if isinstance(op, GroupedLinear):
                 at = span.start + op.split_sizes_slot
                 splits = extras[at]
-                if is_plain(splits) and not (splits.is_floating_point() or splits.is_complex()):
-                    dtype = splits.dtype if splits.dtype in (torch.int32, torch.int64) else torch.int64
+                if not is_plain(splits) or (splits.device == device and splits.dtype in SPLITS):
+                    continue
+                if not (splits.is_floating_point() or splits.is_complex()):
+                    dtype = splits.dtype if splits.dtype in SPLITS else torch.int64
                     extras[at] = made.setdefault(
                         id(splits), splits.to(device, dtype, non_blocking=device.type == "cuda")
                     )
@@ -139,17 +161,18 @@ class Joint:
         basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
     ) -> Grads:
         head = basic_op_ctxs[0]
-        if not head.runs_ours:
+        call = head.call
+        if call is None:
             return self._replay_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
-        call, saved = head.call, list(head.saved_tensors)
+        saved = list(head.saved_tensors)
         call.check_backward()
         grad = grad_output if is_plain(grad_output) else grad_output.dequantize()
         with torch.no_grad(), without_autocast(grad.device, autocast_dtype_on(grad.device)):
             dx, *rest = call.backward(saved, grad)
         self._hand_over_delayed()
         flat = iter(rest)
-        params = [[next(flat) for _ in ctx.wants] for ctx in call.contexts]
-        extras = [tuple(next(flat) for _ in ctx.extra_wants) for ctx in call.contexts]
+        params = [list(islice(flat, count)) for count in self.counts]
+        extras = [tuple(islice(flat, op.num_extra_inputs)) for op in self.basic_ops]
         return dx, params, extras
 
     def _replay_backward(self, ctxs: list[Any], dy: Any, output_grads: Sequence[Sequence[Any]]) -> Grads:
@@ -182,13 +205,13 @@ class _Later:
         out += self.op.computed_later(self.grad)
 
 
-def _mark_for_offload(saved: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> None:
+def _mark_for_offload(saved: Sequence[Tensor | None], call: Call | ShortCall) -> None:
     """Activations may go to the CPU until backward, where that is asked for; weights may not."""
     from transformer_engine.pytorch import cpu_offload
 
     if not cpu_offload.is_cpu_offload_enabled():
         return
-    weights = {p.untyped_storage().data_ptr() for p in parameters}
+    weights = {p.untyped_storage().data_ptr() for p in call.parameters}
     for t in saved:
         if t is None:
             continue

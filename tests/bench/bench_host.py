@@ -29,6 +29,8 @@ BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 HIDDEN = INTERMEDIATE = 128
 ROWS = 64
 IN_A_ROW = 20
+WEIGHTS = ("stacked", "discrete", "apart")
+"""One tensor a linear; one a group, views of one buffer; one a group, each in memory of its own."""
 
 
 class Nothing(torch.autograd.Function):
@@ -111,14 +113,18 @@ def captured_launches(run: Callable[[], object]) -> list[Callable[[], object]]:
     return found
 
 
-def layer(groups: int, stacked: bool) -> tuple[Callable[[], Tensor], Callable[[], Tensor], list[Tensor]]:
-    """(forward of the layer, forward of the floor, leaves that get gradients)."""
+def layer(groups: int, weights: str) -> tuple[Callable[[], Tensor], Callable[[], Tensor], list[Tensor]]:
+    """(forward of the layer, forward of the floor, leaves that get gradients). weights: of `WEIGHTS`."""
+    stacked = weights == "stacked"
     splits = torch.zeros(groups, dtype=torch.int32, device="cuda")
     splits[: min(groups, ROWS)] = ROWS // min(groups, ROWS)
     x = torch.randn(ROWS, HIDDEN, **BF16, requires_grad=True)
     probs = torch.rand(ROWS, device="cuda", requires_grad=True)
     mlp = make_mlp(HIDDEN, INTERMEDIATE, groups, stacked=stacked)
     parameters = list(mlp.parameters())
+    if weights == "apart":
+        for p in reversed(parameters):
+            p.data = p.data.clone()
     shapes = [(groups, 2 * INTERMEDIATE, HIDDEN), (groups, HIDDEN, INTERMEDIATE)]
 
     def forward() -> Tensor:
@@ -130,13 +136,13 @@ def layer(groups: int, stacked: bool) -> tuple[Callable[[], Tensor], Callable[[]
     return forward, floor, [x, probs, *parameters]
 
 
-def measure(groups: int, stacked: bool, how: str = "") -> None:
+def measure(groups: int, weights: str, how: str = "") -> None:
     """Measure the layer and its floor, and print both."""
-    forward, floor, leaves = layer(groups, stacked)
+    forward, floor, leaves = layer(groups, weights)
     idle, row = (host_microseconds([forward, floor], leaves, count) for count in (1, IN_A_ROW))
     for i, name in enumerate(("layer", "floor")):
         print(
-            f"G={groups:3d} {'stacked' if stacked else 'discrete'} {name}{how}  forward / backward, idle device: "
+            f"G={groups:3d} {weights} {name}{how}  forward / backward, idle device: "
             f"{idle[i][0]:5.0f} / {idle[i][1]:5.0f} us, 20 in a row: {row[i][0]:5.0f} / {row[i][1]:5.0f} us",
             flush=True,
         )
@@ -144,20 +150,20 @@ def measure(groups: int, stacked: bool, how: str = "") -> None:
 
 def bench_host_time() -> None:
     for groups in (8, 64, 256):
-        for stacked in (True, False):
-            measure(groups, stacked)
+        for weights in WEIGHTS:
+            measure(groups, weights)
 
 
 def bench_one_thread() -> None:
     """The same with backward on the caller's thread."""
     with torch.autograd.set_multithreading_enabled(False):
-        measure(64, True, ", one thread")
+        measure(64, "stacked", ", one thread")
         bench_causes()
 
 
 def bench_causes() -> None:
     """One call with 64 stacked weights, 20 in a row, split by cause."""
-    forward, floor, leaves = layer(64, stacked=True)
+    forward, floor, leaves = layer(64, "stacked")
     x, rows, weights = leaves[0], ROWS, [w.shape for w in leaves[2:]]
 
     def results_of_forward() -> list[Tensor]:

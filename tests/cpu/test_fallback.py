@@ -16,7 +16,7 @@ from torch import Tensor
 import fusible_ops as ops
 from cute_kernels import launch, target
 from cute_kernels import ops as kernels
-from cute_kernels.hopper import grouped_gemm
+from cute_kernels.hopper import device_table
 from tests.models import as_if_on
 
 BF16 = {"device": "cpu", "dtype": torch.bfloat16}
@@ -46,7 +46,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setitem(kernels._HOSTS, "cpu", kernels._HOSTS["cuda"])
     monkeypatch.setattr(launch, "kernel", made)
     monkeypatch.setattr(launch, "current_stream", lambda device: 7)
-    monkeypatch.setattr(grouped_gemm, "device_table", lambda values, *place: torch.tensor(values))
+    monkeypatch.setattr(device_table, "device_table", lambda values, *place: torch.tensor(values))
     with as_if_on("sm_90a"):
         yield made
 
