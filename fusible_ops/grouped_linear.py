@@ -278,7 +278,7 @@ class GroupedLinear(BasicOperation):
         checks.alike(owner, held.weights, held.biases)
 
     def check_backward(self, ctx: OperationContext) -> None:
-        if ctx.wants[0]:
+        if self.accumulate_into_main_grad and ctx.wants[0]:
             self.check_main_grads(ctx.held.weights, ctx.owner)
 
     def check_main_grads(self, weights: Sequence[Parameter], owner: str) -> None:
