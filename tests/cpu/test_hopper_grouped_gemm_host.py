@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cute_kernels.activation import Activation
+from cute_kernels.hopper import device_table, rowwise
 from cute_kernels.hopper import grouped_gemm as host
-from cute_kernels.hopper import rowwise
 from cute_kernels.hopper.configs import sms_left
 
 BF16 = torch.bfloat16
@@ -27,7 +27,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     monkeypatch.setattr(host, "multiprocessors", lambda kernel, device, sm_margin=0: sms_left(132, sm_margin))
     monkeypatch.setattr(host.launch, "kernel", kernel)
     monkeypatch.setattr(host.launch, "current_stream", lambda device: 7)
-    monkeypatch.setattr(host, "device_table", lambda values, device, stream, arch: torch.tensor(values))
+    monkeypatch.setattr(device_table, "device_table", lambda values, device, stream, arch: torch.tensor(values))
     return found
 
 
@@ -41,9 +41,9 @@ def stacked(n: int = N, k: int = K) -> list[torch.Tensor]:
 
 def test_a_product_is_one_launch(launched: list) -> None:
     y = host.grouped_gemm(rows(K), stacked(), OFFSETS, torch.zeros(G, N, dtype=BF16), torch.zeros(T))
-    ((options, (x, w, table, offsets, counter, outputs, grid, stream)),) = launched
+    ((options, (x, w, table, offsets, counter, outputs, amaxes, grid, stream)),) = launched
     assert (options.kind, options.has_bias, options.factor, options.separate) == ("store", True, "float32", False)
-    assert table is counter is None and outputs[0] is y and (grid, stream) == (3, 7)
+    assert table is counter is amaxes is None and outputs[0] is y and (grid, stream) == (3, 7)
     assert y.shape == (T, N) and offsets is OFFSETS and x.shape == (T, K) and w.shape == (G, N, K)
 
 
@@ -108,7 +108,7 @@ def test_separate_weights_become_distances_from_the_lowest(launched: list) -> No
 
 
 def test_weights_too_far_apart_are_refused(launched: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "addresses", lambda weights: (0, 16 * 2**31, 32))
+    monkeypatch.setattr(device_table, "addresses", lambda weights: (0, 16 * 2**31, 32))
     with pytest.raises(ValueError, match="32 GiB"):
         host.grouped_gemm(rows(K), [torch.zeros(N, K, dtype=BF16) for _ in range(G)], OFFSETS)
     assert not launched
