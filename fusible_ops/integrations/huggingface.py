@@ -25,7 +25,7 @@ from cute_kernels.target import Target
 from fusible_ops import functional
 from fusible_ops.call import autocast_dtype_on
 from fusible_ops.fuser import ON_UNFUSED
-from fusible_ops.integrations.hf_experts import Formula, formula_of, is_experts
+from fusible_ops.integrations.hf_experts import Formula, formula_at, formula_of, is_experts
 from fusible_ops.integrations.hf_routing import route, to_experts, to_tokens
 from fusible_ops.recipe import Recipe
 from patterns import explain as told
@@ -75,13 +75,14 @@ def experts_forward(
     top_k_weights [T, K] float. Out [T, H] in hidden_states' dtype; between them the weights' dtype, or autocast's. The
     host reads nothing of the device. Errors: as `fusible_ops.functional.grouped_mlp`.
     """
-    formula = formula_of(experts)
+    is_compiling = torch.compiler.is_dynamo_compiling()
+    formula = formula_at(id(experts)) if is_compiling else formula_of(experts)
     first, second = _linear(experts, formula.first, formula), _linear(experts, "down_proj", formula)
     x = hidden_states.to(autocast_dtype_on(hidden_states.device) or first[0][0].dtype)
     routing = route(top_k_index, experts.num_experts)
     x, probs = to_experts(x, top_k_weights, routing)
     runs, splits, transposed = functional.runs(), routing.splits, formula.is_transposed
-    kept_for = "" if torch.compiler.is_dynamo_compiling() else str(id(experts))
+    kept_for = "" if is_compiling else str(id(experts))
     if formula.activation:
         rows = None if formula.has_norm else probs
         scales = rows if formula.has_bias else None
@@ -168,7 +169,8 @@ def _explained(experts: Any, target: str | Target | torch.device | None, recipe:
     chosen, title = experts.config._experts_implementation, type(experts).__name__
     if chosen != NAME:
         return f'{title} runs "{chosen}"; model.set_experts_implementation("{NAME}") changes that'
-    formula = formula_of(experts)
+    is_compiling = torch.compiler.is_dynamo_compiling()
+    formula = formula_at(id(experts)) if is_compiling else formula_of(experts)
     first, second = _linear(experts, formula.first, formula), _linear(experts, "down_proj", formula)
     if (dtype := first[0][0].dtype).itemsize < 2:
         return (
