@@ -34,7 +34,7 @@ class QuantizedLinear(FusedOperation):
     of W if the input wants a gradient: dx = dŷ Ŵ, dW = dŷᵀ x̂. Biases, and their gradients, are not quantised. Sums are
     FP32, rounded once after the bias. With a `backward_override` backward is not quantised.
 
-    An input that is quantised already, for the same groups, is used as it is.
+    An input that is quantised already, in the recipe's format and for the same groups, is used as it is.
     """
 
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:

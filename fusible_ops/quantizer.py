@@ -75,11 +75,12 @@ def operand(
 ) -> QuantizedTensor:
     """The rows `t [..., K]` as an operand `[T, K]` of a product with these copies; dtype: the compute dtype.
 
-    A tensor that is quantised already for the same groups is taken as it is; of others the values are quantised anew.
+    A tensor that is quantised already so, for the same groups, is taken as it is; of others the values are quantised
+    anew: a rotated copy, say, would be multiplied by one that is not.
     What a neighbour left unrounded (`unrounded`) is quantised from that, all else from its values in `dtype`.
     """
     if isinstance(t, QuantizedTensor):
-        if t.groups is not None and t.groups.are(groups):
+        if t.format == quantizer.format and t.groups is not None and t.groups.are(groups):
             return t.as_rows().with_usage(rowwise, columnwise)
         t = t.dequantize(torch.float32)
     elif not is_unrounded(t):

@@ -306,6 +306,32 @@ def test_a_quantised_input_of_other_groups_is_quantised_anew() -> None:
     assert_bitwise_equal(without, op(q.detach().dequantize(), torch.tensor([7, 13])), "without a recipe: its values")
 
 
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(NVFP4BlockScaling(), MXFP8BlockScaling()), (MXFP8BlockScaling(), NVFP4BlockScaling())],
+    ids=["rotated", "not rotated"],
+)
+def test_a_quantised_input_of_another_format_is_quantised_anew(first: Recipe, then: Recipe) -> None:
+    """A rotated copy of x beside a gradient that is not rotated, or the other way round, is no weight gradient."""
+    common = {"bias": False, "device": "cpu", "dtype": torch.bfloat16}
+    before, op = ops.GroupedLinear(2, 64, 64, **common), ops.GroupedLinear(2, 64, 32, **common)
+    with torch.no_grad():
+        for w in before.parameters():
+            w.copy_(torch.eye(64))
+    x, dy, sizes = torch.randn(48, 64).sign().bfloat16(), torch.randn(48, 32).bfloat16(), torch.tensor([20, 28])
+    with autocast(recipe=first):
+        q = ops.Sequential(before, ops.Quantize())(x.requires_grad_(), sizes)
+    assert isinstance(q, QuantizedTensor) and q.columnwise is not None
+    results = []
+    for rows in (q.detach(), x.detach()):  # these values are exact in either format
+        torch.manual_seed(1)
+        with autocast(recipe=then):
+            y = op(rows, sizes)
+        results.append([y.detach(), *torch.autograd.grad(y, list(op.parameters()), dy)])
+    for got, want in zip(*results, strict=True):
+        assert_bitwise_equal(got, want)
+
+
 def test_splits_that_changed_in_place_are_other_groups() -> None:
     recipe = Float8BlockScaling()
     op = ops.GroupedLinear(2, 32, 24, bias=False, device="cpu", dtype=torch.bfloat16)
