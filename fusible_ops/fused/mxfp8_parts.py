@@ -28,10 +28,7 @@ def weights_of(
     own = ctxs[part.at].held
     parameters, format = own.weights, recipe.operand_format("weight")
     if isinstance(parameters[0], QuantizedTensor):
-        held = as_held(own, columnwise, ctxs[part.at].owner)
-        if held.format == format:
-            return Mxfp8Weights(held.values(False, DTYPE), held.values(True, DTYPE) if columnwise else None)
-        return kernels.mxfp8_quantize_weight([held.dequantize(DTYPE)], columnwise, format.is_square)
+        return Mxfp8Weights(*held_values(part, ctxs, columnwise))
 
     def make() -> list[Tensor]:
         operands = [w.to(DTYPE) for w in own.operands(part.weight_dtype, records)]
@@ -40,6 +37,14 @@ def weights_of(
 
     rows, *columns = casts.cast(parameters, (format, columnwise, "values"), records, make)
     return Mxfp8Weights(rows, columns[0] if columns else None)
+
+
+def held_values(part: LinearPart, ctxs: Contexts, columnwise: bool) -> tuple[Tensor, Tensor | None]:
+    """(values of the rows, of the columns if asked) of weights that are held quantised, in whatever format: products
+    take them as they are.
+    """
+    held = as_held(ctxs[part.at].held, columnwise, ctxs[part.at].owner)
+    return held.values(False, DTYPE), held.values(True, DTYPE) if columnwise else None
 
 
 def kept_of_weights(part: LinearPart, ctxs: Contexts, w: Mxfp8Weights) -> Tensor | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from cute_kernels.nvfp4_reference import Nvfp4Weights, as_stored, block_values
+from cute_kernels.quantization.nvfp4_scales import LARGEST
 from cute_kernels.quantization.quantize import Quantized
 from cute_kernels.quantization.scale_layout import from_storage
 from fusible_ops import casts
@@ -36,9 +38,13 @@ class Operand(NamedTuple):
 
 
 def draw(parts: Sequence[LinearPart], ctxs: Contexts, recipe: Recipe, like: Tensor) -> None:
-    """The quantisers of the linears' gradients, as unfused ones draw their random bits: in forward."""
+    """The quantisers of the linears' gradients, as unfused ones draw their random bits: in forward, and not where no
+    gradient arrives.
+    """
     for part in parts:
-        ctxs[part.at].grad_quantizer = part.op.quantizer(recipe, "grad_output", like.device)
+        own = ctxs[part.at]
+        arrives = own.requires_grad or part.wants_dbias(ctxs)
+        own.grad_quantizer = part.op.quantizer(recipe, "grad_output", like.device) if arrives else None
 
 
 def operand_of(
@@ -113,9 +119,10 @@ def weights_of(
     parameters, format = own.weights, recipe.operand_format("weight")
     if isinstance(parameters[0], QuantizedTensor):
         held = as_held(own, columnwise, ctxs[part.at].owner)
-        if held.format.two_level and not held.format.hadamard:
+        if held.format.two_level:
             return _held_weights(held, columnwise)
-        return kernels.nvfp4_quantize_weight([held.dequantize(DTYPE)], columnwise, format.is_square)
+        values = mxfp8_parts.held_values(part, ctxs, columnwise)
+        return Nvfp4Weights(*values, values[0].new_full((values[0].shape[0],), LARGEST, dtype=torch.float32))
 
     def make() -> list[Tensor]:
         operands = [w.to(DTYPE) for w in own.operands(part.weight_dtype, records)]

@@ -121,6 +121,25 @@ def test_weights_that_are_held_quantised(recipe: ops.Recipe) -> None:
     compare(model, lambda m: step(m, mlp, inputs), other)
 
 
+@pytest.mark.parametrize(
+    "held",
+    [ops.Float8BlockScaling(), ops.Float8CurrentScaling(), ops.NVFP4BlockScaling()],
+    ids=lambda r: type(r).__name__,
+)
+def test_weights_that_are_held_in_another_format_are_not_quantised_again(held: ops.Recipe) -> None:
+    """Where the scales are no powers of two, values are rounded to BF16 once."""
+    mlp = MLP(hidden=160, intermediate=128)
+    with ops.quantized_model_init(recipe=held):
+        model = mlp.build(EVEN, "cpu", BF16)
+    inputs = Inputs.random(EVEN, mlp.hidden, "cpu", BF16)
+    with ops.autocast(recipe=RECIPE):
+        want = step(model, mlp, inputs)
+        with as_if_on("sm_90a"):
+            got = step(fused(model), mlp, inputs)
+    for name in ("y", "dx"):
+        assert relative_error(got[name].float(), want[name].float()) <= 0.03, name
+
+
 @pytest.mark.parametrize("wants", list(itertools.product([False, True], repeat=4))[1:], ids=str)
 def test_frozen_parts(wants: tuple[bool, bool, bool, bool]) -> None:
     """Every mix of what is wanted of (x, fc1, fc2, probs)."""

@@ -147,6 +147,48 @@ def test_weights_that_are_held_quantised(recipe: str) -> None:
     compare(model, lambda m: step(m, mlp, inputs), RECIPES["plain" if recipe == "nearest" else "nearest"])
 
 
+@pytest.mark.parametrize(
+    "held",
+    [ops.MXFP8BlockScaling(), ops.Float8BlockScaling(), ops.Float8CurrentScaling()],
+    ids=lambda r: type(r).__name__,
+)
+def test_weights_that_are_held_in_another_format_are_not_quantised_again(held: ops.Recipe) -> None:
+    splits = EVEN
+    with ops.quantized_model_init(recipe=held):
+        model = ops.Sequential(ops.GroupedLinear(splits.groups, 160, 96, bias=True, device="cpu", dtype=BF16))
+    x, dy = torch.randn(splits.rows, 160).bfloat16(), torch.randn(splits.rows, 96).bfloat16()
+
+    def run(m: ops.Sequential) -> dict[str, Tensor]:
+        own = x.clone().requires_grad_()
+        y = m(own, splits.tensor())
+        y.backward(dy)
+        return {"y": y.detach(), "dx": own.grad}
+
+    got, want = both(model, run, RECIPES["default"])
+    for name in want:
+        assert relative_error(got[name].float(), want[name].float()) <= ROUNDING, name
+
+
+def test_bits_are_drawn_where_a_gradient_arrives() -> None:
+    """As unfused: a frozen first linear whose input wants no gradient draws none, and leaves the second its bits."""
+    model = ops.Sequential(
+        ops.Linear(96, 256, device="cpu", dtype=BF16), ops.SwiGLU(), ops.Linear(128, 64, device="cpu", dtype=BF16)
+    )
+    model[0].requires_grad_(False)
+    rows = torch.randn(160, 96).bfloat16()
+    drawn = []
+
+    def run(m: ops.Sequential) -> dict[str, Tensor]:
+        m.zero_grad()
+        y = m(rows)
+        drawn.append(torch.get_rng_state())
+        y.backward(torch.ones_like(y))
+        return {"y": y.detach(), **{name: p.grad for name, p in m.named_parameters() if p.grad is not None}}
+
+    compare(model, run, RECIPES["default"])
+    assert_bitwise_equal(*drawn)
+
+
 @pytest.mark.parametrize("wants", list(itertools.product([False, True], repeat=4))[1:], ids=str)
 def test_frozen_parts(wants: tuple[bool, bool, bool, bool]) -> None:
     """Every mix of what is wanted of (x, fc1, fc2, probs)."""
