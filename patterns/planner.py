@@ -93,12 +93,12 @@ class Plan:
         found = []
         for op in self.unfused:
             if op.kind == "grouped_linear":
-                dtype = self.chain.dtype if self.chain.autocast else op.facts.get("dtype")
+                dtype, name = self.chain.dtype if self.chain.autocast else op.facts.get("dtype"), "dtype"
                 if self.chain.recipe is not None:
-                    dtype = self.chain.recipe.product_dtype(str(dtype))
+                    dtype, name = self.chain.recipe.product_dtype(str(dtype)), "dtype under the recipe"
                 letters = {"K": "in_features", "N": "out_features", "G": "num_groups"}
-                facts = {"dtype": dtype, **{letter: op.facts.get(name) for letter, name in letters.items()}}
-                refusals = [limit.check(facts, {**letters, "dtype": "dtype"}) for limit in DEVICE_OFFSETS]
+                facts = {"dtype": dtype, **{letter: op.facts.get(fact) for letter, fact in letters.items()}}
+                refusals = [limit.check(facts, {**letters, "dtype": name}) for limit in DEVICE_OFFSETS]
                 found += [(op, refusal) for refusal in refusals if refusal is not None][:1]
         return tuple(found)
 

@@ -32,8 +32,8 @@ from patterns.rule import Rule, slot
 
 GROUPED_MLP_FP8 = "fusible_ops.fused.grouped_mlp_fp8:GroupedMLPFp8"
 LINEAR_ACTIVATION_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearActivationFp8"
-LINEAR_MXFP8 = "fusible_ops.fused.grouped_linear_mxfp8:GroupedLinearMxfp8"
 LINEAR_FP8 = "fusible_ops.fused.grouped_linear_fp8:GroupedLinearFp8"
+LINEAR_MXFP8 = "fusible_ops.fused.grouped_linear_mxfp8:GroupedLinearMxfp8"
 GROUPED_MLP_MXFP8 = "fusible_ops.fused.grouped_mlp_mxfp8:GroupedMLPMxfp8"
 LINEAR_NVFP4 = "fusible_ops.fused.grouped_linear_nvfp4:GroupedLinearNvfp4"
 GROUPED_MLP_NVFP4 = "fusible_ops.fused.grouped_mlp_nvfp4:GroupedMLPNvfp4"
@@ -86,20 +86,13 @@ _FITS = feeds("fc1.out_features", "act.kind", "fc2.in_features")
 _EVEN = even_for_glu("fc1.out_features", "act.kind")
 _PLAIN_FC1_BIAS = absent("fc1.scale_bias", "an FC1 bias that is not scaled")
 
-_FP8_OUT = one_of("fc.compute_dtype", ("bfloat16",), stage="guard")
-_FP8_ACT = (
-    *_ACT,
-    absent("act.glu_interleave", "gate and up rows as [gate | up]", 32),
-    one_of("fc1.compute_dtype", ("bfloat16",), stage="guard"),
-)
+_BF16_FC = one_of("fc.compute_dtype", ("bfloat16",), stage="guard")
+_BF16_FC1 = one_of("fc1.compute_dtype", ("bfloat16",), stage="guard")
+_FP8_ACT = (*_ACT, absent("act.glu_interleave", "gate and up rows as [gate | up]", 32), _BF16_FC1)
 _QUANTIZES = one_of("quantize.forward", (True,), stage="guard")
 _PLAIN_BACKWARD = absent("quantize.backward", "a Quantize whose gradient stays as it is")
 
-_BF16_ACT = (
-    *_ACT,
-    one_of("fc1.compute_dtype", ("bfloat16",), stage="guard"),
-)
-_ROWS_OF_WEIGHTS = "weights [N, K], from whose rows blocks are cut"
+_ROWS = "weights [N, K], from whose rows blocks are cut"
 
 _SAME_DTYPE = same("fc1.compute_dtype", "fc2.compute_dtype", ("float16", "bfloat16"))
 
@@ -143,6 +136,44 @@ def _sm100_linears() -> tuple[Rule, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Hopper under recipes for which it has no tensor cores: the formats' values, multiplied in BF16
+
+
+def _hopper_mlps() -> tuple[Rule, ...]:
+    """MLPs in these formats; dense linears are stored [N, K], are not scaled, and have one group."""
+    grouped = (_SAME_GROUPS, _PLAIN_FC1_BIAS, *(absent(f"{fc}.transposed_weight", _ROWS) for fc in ("fc1", "fc2")))
+    made = []
+    for format, recipe, program, kernels, of_grouped, of_dense in (
+        ("mxfp8", _MXFP8, GROUPED_MLP_MXFP8, MXFP8_MLP_KERNELS, examples.MOE_MXFP8, examples.FFN_MXFP8),
+        ("nvfp4", _NVFP4, GROUPED_MLP_NVFP4, NVFP4_MLP_KERNELS, examples.MOE_NVFP4, examples.FFN_NVFP4),
+    ):
+        for linear, row, more, example in (
+            ("grouped_linear", "grouped_mlp", grouped, of_grouped),
+            ("linear", "mlp", (), of_dense),
+        ):
+            pattern = (slot("fc1", linear), _ACTIVATION, _QUANTIZE, slot("fc2", linear))
+            guards = (*recipe, *more, _FITS, _SAME_DTYPE, *_ACT, _BF16_FC1, _PLAIN_BACKWARD)
+            made.append(Rule(f"{row}_{format}", pattern, guards, program, kernels, example))
+    return tuple(made)
+
+
+def _hopper_linears() -> tuple[Rule, ...]:
+    """Linears alone in these formats."""
+    made = []
+    for format, recipe, program, kernels, of_grouped, of_dense in (
+        ("mxfp8", _MXFP8, LINEAR_MXFP8, MXFP8_LINEAR_KERNELS, examples.MOE_LINEAR_MXFP8, examples.FFN_LINEAR_MXFP8),
+        ("nvfp4", _NVFP4, LINEAR_NVFP4, NVFP4_LINEAR_KERNELS, examples.MOE_LINEAR_NVFP4, examples.FFN_LINEAR_NVFP4),
+    ):
+        for kind, more, example in (
+            ("grouped_linear", (absent("fc.transposed_weight", _ROWS),), of_grouped),
+            ("linear", (), of_dense),
+        ):
+            guards = (*recipe, _BF16_FC, *more)
+            made.append(Rule(f"{kind}_{format}", (slot("fc", kind),), guards, program, kernels, example))
+    return tuple(made)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The table
 
 RULES: tuple[Rule, ...] = (
@@ -162,56 +193,7 @@ RULES: tuple[Rule, ...] = (
         kernels=FP8_MLP_KERNELS,
         example=examples.FFN_FP8,
     ),
-    Rule(
-        name="grouped_mlp_mxfp8",
-        pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "grouped_linear")),
-        guards=(
-            *_MXFP8,
-            _SAME_GROUPS,
-            _FITS,
-            _SAME_DTYPE,
-            _PLAIN_FC1_BIAS,
-            *_BF16_ACT,
-            *(absent(f"{label}.transposed_weight", _ROWS_OF_WEIGHTS) for label in ("fc1", "fc2")),
-            _PLAIN_BACKWARD,
-        ),
-        program=GROUPED_MLP_MXFP8,
-        kernels=MXFP8_MLP_KERNELS,
-        example=examples.MOE_MXFP8,
-    ),
-    Rule(
-        name="mlp_mxfp8",
-        pattern=(slot("fc1", "linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "linear")),
-        guards=(*_MXFP8, _FITS, _SAME_DTYPE, *_BF16_ACT, _PLAIN_BACKWARD),
-        program=GROUPED_MLP_MXFP8,
-        kernels=MXFP8_MLP_KERNELS,
-        example=examples.FFN_MXFP8,
-    ),
-    Rule(
-        name="grouped_mlp_nvfp4",
-        pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "grouped_linear")),
-        guards=(
-            *_NVFP4,
-            _SAME_GROUPS,
-            _FITS,
-            _SAME_DTYPE,
-            _PLAIN_FC1_BIAS,
-            *_BF16_ACT,
-            *(absent(f"{label}.transposed_weight", _ROWS_OF_WEIGHTS) for label in ("fc1", "fc2")),
-            _PLAIN_BACKWARD,
-        ),
-        program=GROUPED_MLP_NVFP4,
-        kernels=NVFP4_MLP_KERNELS,
-        example=examples.MOE_NVFP4,
-    ),
-    Rule(
-        name="mlp_nvfp4",
-        pattern=(slot("fc1", "linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "linear")),
-        guards=(*_NVFP4, _FITS, _SAME_DTYPE, *_BF16_ACT, _PLAIN_BACKWARD),
-        program=GROUPED_MLP_NVFP4,
-        kernels=NVFP4_MLP_KERNELS,
-        example=examples.FFN_NVFP4,
-    ),
+    *_hopper_mlps(),
     Rule(
         name="grouped_mlp",
         pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, slot("fc2", "grouped_linear")),
@@ -304,7 +286,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="grouped_linear_fp8",
         pattern=(slot("fc", "grouped_linear"),),
-        guards=(*_FP8_BLOCKS, _FP8_OUT),
+        guards=(*_FP8_BLOCKS, _BF16_FC),
         program=LINEAR_FP8,
         kernels=FP8_LINEAR_KERNELS,
         example=examples.MOE_LINEAR_FP8,
@@ -312,44 +294,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="linear_fp8",
         pattern=(slot("fc", "linear"),),
-        guards=(*_FP8_BLOCKS, _FP8_OUT),
+        guards=(*_FP8_BLOCKS, _BF16_FC),
         program=LINEAR_FP8,
         kernels=FP8_LINEAR_KERNELS,
         example=examples.FFN_LINEAR_FP8,
     ),
     *_sm100_linears(),
-    Rule(
-        name="grouped_linear_mxfp8",
-        pattern=(slot("fc", "grouped_linear"),),
-        guards=(*_MXFP8, _FP8_OUT, absent("fc.transposed_weight", _ROWS_OF_WEIGHTS)),
-        program=LINEAR_MXFP8,
-        kernels=MXFP8_LINEAR_KERNELS,
-        example=examples.MOE_LINEAR_MXFP8,
-    ),
-    Rule(
-        name="linear_mxfp8",
-        pattern=(slot("fc", "linear"),),
-        guards=(*_MXFP8, _FP8_OUT),
-        program=LINEAR_MXFP8,
-        kernels=MXFP8_LINEAR_KERNELS,
-        example=examples.FFN_LINEAR_MXFP8,
-    ),
-    Rule(
-        name="grouped_linear_nvfp4",
-        pattern=(slot("fc", "grouped_linear"),),
-        guards=(*_NVFP4, _FP8_OUT, absent("fc.transposed_weight", _ROWS_OF_WEIGHTS)),
-        program=LINEAR_NVFP4,
-        kernels=NVFP4_LINEAR_KERNELS,
-        example=examples.MOE_LINEAR_NVFP4,
-    ),
-    Rule(
-        name="linear_nvfp4",
-        pattern=(slot("fc", "linear"),),
-        guards=(*_NVFP4, _FP8_OUT),
-        program=LINEAR_NVFP4,
-        kernels=NVFP4_LINEAR_KERNELS,
-        example=examples.FFN_LINEAR_NVFP4,
-    ),
+    *_hopper_linears(),
     Rule(
         name="grouped_linear",
         pattern=(slot("fc", "grouped_linear"),),

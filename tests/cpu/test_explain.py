@@ -219,6 +219,8 @@ def test_host_syncs_are_named() -> None:
     many = Chain((grouped_linear("fc", 64, 64, num_groups=1024),), "bfloat16")
     assert "num_groups is 1024, needs at most 1023" in told(many, "sm_80")
     assert "host sync" not in told(many, "sm_90a") and "host sync" not in told(many, "cpu")
+    under = replace(narrow, recipe=examples.NVFP4)
+    assert "on the host; dtype under the recipe is float32, needs bfloat16" in told(under, "sm_80")
 
 
 def test_partly_fused_shows_what_kept_the_longer_rule_out() -> None:
