@@ -88,9 +88,8 @@ def list_facts(tensors: Sequence[Tensor]) -> ListFacts:
 
 
 class Plans(dict[Callable[..., Any], Any]):
-    """Plans of host functions, kept by a caller whose calls are alike: the same facts of all operands, separate weights
-    where they lay, the same of everything else. A host function that is given them looks at its operands at the first
-    call only.
+    """Plans of host functions, kept by a caller whose calls are alike: the same facts of all operands, the same of
+    everything else. A host function that is given them looks at its operands at the first call only.
 
     The keys are the functions that make the plans.
     """

@@ -392,6 +392,7 @@ def test_under_their_block_scaling(te: Any) -> None:
 
 
 @pytest.mark.gpu("sm_90a")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # of every graphed callable
 @pytest.mark.parametrize("block", [False, True], ids=["bf16", "block"])
 def test_their_graphed_callables(te: Any, block: bool) -> None:
     """Captured once, replayed with other splits, rows and probs: the bits of ours as it is called."""

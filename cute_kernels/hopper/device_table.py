@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cute_kernels import launch
 from cute_kernels.catalog import SEPARATE_SPAN_BYTES, SM90_GROUPED_GEMM
-from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, Plans
+from cute_kernels.facts import VECTOR_BYTES
 
 MODULE = "cute_kernels.hopper.device_table_kernel"
 VALUES = 128  # values that one launch carries, 1 KiB of arguments
@@ -75,11 +75,12 @@ def _filled(values: tuple[int, ...], device: torch.device, stream: int, arch: st
     return table
 
 
-def distance_table(
-    name: str, weights: Sequence[Tensor], device: torch.device, stream: int, plans: Plans = NO_PLANS
-) -> tuple[Tensor, Tensor]:
-    """(the tensor at the lowest address, int64 [G] distances from it in units of 16 bytes, on the device)."""
-    lowest, distances = plans.get(_distances) or plans.keep(_distances, _distances(name, addresses(weights)))
+def distance_table(name: str, weights: Sequence[Tensor], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+    """(the tensor at the lowest address, int64 [G] distances from it in units of 16 bytes, on the device).
+
+    Addresses are asked at every call: between forward and backward weights may get other memory.
+    """
+    lowest, distances = _distances(name, addresses(weights))
     return weights[lowest], device_table(distances, device, stream, SM90_GROUPED_GEMM.arch)
 
 

@@ -9,7 +9,7 @@ glu_interleave has a weight's rows. A product with a weight stored [K, N] leaves
 it is glu_interleave there; with others it is 0.
 sm_margin: SMs to leave free. counter: int32 [1] zero, if CTAs are to take tiles as they go (dynamic scheduling), and
 zero again afterwards; launches that share one must not overlap. None: tiles are dealt out beforehand (static).
-plans: where a caller keeps what follows from facts, and from addresses of separate weights, for calls that are alike.
+plans: where a caller keeps what follows from facts, for calls that are alike.
 Errors: ValueError, before anything is launched, that names the argument and the limit.
 """
 
@@ -94,7 +94,7 @@ def grouped_gemm(
         sm_margin, facts_or_none(counter),
     ))  # fmt: skip
     y = x.new_empty(plan.rows, plan.n) if out is None else out
-    launched(plan, x, weights, offsets, counter, (y, whole(bias), contiguous(scale)), plans=plans)
+    launched(plan, x, weights, offsets, counter, (y, whole(bias), contiguous(scale)))
     return y
 
 
@@ -143,7 +143,7 @@ def grouped_gemm_dgrad(
         facts(dy), list_facts(weights), facts(offsets), glu_interleave, sm_margin, facts_or_none(counter)
     ))  # fmt: skip
     dx = dy.new_empty(plan.rows, plan.k)
-    launched(plan, dy, weights, offsets, counter, (dx, None, None), plans=plans)
+    launched(plan, dy, weights, offsets, counter, (dx, None, None))
     return dx
 
 
@@ -196,9 +196,7 @@ def grouped_gemm_act(
     ))  # fmt: skip
     act = x.new_empty(plan.rows, plan.width)
     preact = x.new_empty(plan.rows, plan.n) if save_preact else None
-    launched(
-        plan, x, weights, offsets, counter, (act, preact, whole(bias), contiguous(probs), zero_tail_of), plans=plans
-    )
+    launched(plan, x, weights, offsets, counter, (act, preact, whole(bias), contiguous(probs), zero_tail_of))
     return act, preact
 
 
@@ -265,7 +263,7 @@ def grouped_gemm_dact(
     act = dy.new_empty(plan.rows, plan.k) if need_act else None
     partial = dy.new_empty(plan.rows, plan.tiles, dtype=torch.float32) if need_dprobs else None
     preact = preact if plan.readable else readable(preact)
-    launched(plan, dy, weights, offsets, counter, (dpreact, act, partial, preact, contiguous(probs)), plans=plans)
+    launched(plan, dy, weights, offsets, counter, (dpreact, act, partial, preact, contiguous(probs)))
     return dpreact, act, None if partial is None else sum_of_rows(partial)
 
 
@@ -333,7 +331,6 @@ def launched(
     counter: Tensor | None,
     epilogue: tuple[Tensor | None, ...],
     amaxes: tuple[Tensor, Tensor] | None = None,
-    plans: Plans = NO_PLANS,
 ) -> None:
     """Launch on the current stream of x's device; nothing where there are no rows. amaxes: of NVFP4 operands."""
     if plan.rows == 0:
@@ -341,7 +338,7 @@ def launched(
     stream = launch.current_stream(x.device)
     base, table = weights[0], None
     if plan.options.separate:
-        base, table = distance_table(plan.kernel.name, weights, x.device, stream, plans)
+        base, table = distance_table(plan.kernel.name, weights, x.device, stream)
     base = base.mT if plan.transposed else base
     x = x if plan.readable else readable(x)
     launch.kernel(MODULE, plan.options, ARCH)(x, base, table, offsets, counter, epilogue, amaxes, plan.grid, stream)

@@ -95,6 +95,32 @@ def python_calls(run: Callable[[], object]) -> int:
     return count
 
 
+@pytest.mark.parametrize("shape", [layer, lambda *_: apart(layer(False))], ids=["packed", "apart"])
+def test_weights_that_move_before_backward_are_found(
+    launched: list, monkeypatch: pytest.MonkeyPatch, shape: Callable
+) -> None:
+    """The tables of backward's launches are of where weights lie then, also after a shortcut of forward."""
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        device_table, "device_table", lambda values, *place: (seen.append(values), torch.tensor(values))[1]
+    )
+    model = shape(False)
+    linears, in_the_way = [model[0].weight_parameters(), model[2].weight_parameters()], []
+    for moves in (False, False, False, True):
+        y = model(*inputs())
+        for w in reversed(linears[0] + linears[1] if moves else []):  # as FSDP2 frees and fills them
+            storage = w.untyped_storage()
+            size = storage.nbytes()
+            storage.resize_(0)
+            in_the_way.append(torch.empty(size, dtype=torch.uint8))
+            storage.resize_(size)
+        seen.clear()
+        y.sum().backward()
+        places = [[w.data_ptr() for w in weights] for weights in linears]
+        assert set(seen) <= {tuple((p - min(each)) // 16 for p in each) for each in places}
+        assert bool(seen) == (shape is not layer)
+
+
 LAYERS = {
     "stacked": lambda: layer(True),
     "discrete": lambda: layer(False),

@@ -24,7 +24,11 @@ def move(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
     sizes, places = [s.nbytes() for s in storages], [s.data_ptr() for s in storages]
     for storage in storages:
         storage.resize_(0)
-    in_the_way = [torch.full((size // 4,), float("nan"), device="cuda") for size in sizes]
+    in_the_way: list[Tensor] = []
+    for size, place in zip(sizes, places, strict=True):
+        while not any(0 <= place - t.data_ptr() < t.nbytes for t in in_the_way):
+            in_the_way.append(torch.full((size // 4,), float("nan"), device="cuda"))
+            assert len(in_the_way) < 1000, "the allocator keeps that memory to itself"
     for storage, size in zip(storages, sizes, strict=True):
         storage.resize_(size)
     assert not {s.data_ptr() for s in storages} & set(places), "nothing has moved"
