@@ -35,7 +35,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.cutlass_dsl import select_
 
-from cute_kernels.hopper.fp8_scales import BLOCK, add_half, halves_of, max_halves, pack_scaled, scales
+from cute_kernels.hopper.fp8_scales import BLOCK, add_half, exchanged, halves_of, max_halves, pack_scaled, scales
 from cute_kernels.hopper.operand_views import weight_view
 from cute_kernels.hopper.rowwise_kernel import SPAN, ColumnSums, Teams, row_matrix, vector_of
 from cute_kernels.hopper.rowwise_kernel import THREADS as SUM_THREADS
@@ -508,10 +508,6 @@ class QuantizeRows(Tiles):
             mine = column * BLOCK + thread - BLOCK
             if mine < columns:
                 partial[row, mine] = total
-
-
-def exchanged(word, distance: int):
-    return Uint32(cute.arch.shuffle_sync_bfly(word, offset=distance))
 
 
 class TileSums(ColumnSums):

@@ -17,6 +17,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op, select_
 BLOCK = 128
 E4M3_MAX = 448.0
 INFINITY = 0x7F800000
+MAGNITUDES = 0x7FFF7FFF  # of two 16-bit values
 ABOVE = 0x7FFFFF - 0x600000  # what carries a mantissa of more than 1.75 = 448 / 256 into the exponent
 LARGEST = {"bfloat16": 0x7F7F0000, "float16": 0x477FE000, "float32": 0x7F7FFFFF}  # finite, as FP32 bits
 LEAST_SCALE = 0x00400000  # 2^-127, one over the largest power of two
@@ -135,3 +136,13 @@ def halves_of(first, second, upper: bool, *, loc=None, ip=None):
             asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
         )
     )  # fmt: skip
+
+
+def exchanged(word, distance: int):
+    """The word of the lane whose number differs in the bit `distance`."""
+    return Uint32(cute.arch.shuffle_sync_bfly(word, offset=distance))
+
+
+def bf16_bits(half):
+    """The FP32 bits of a BF16 magnitude in the lower half of a word."""
+    return Int32(half << 16)

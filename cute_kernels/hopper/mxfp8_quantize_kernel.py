@@ -23,7 +23,7 @@ from cutlass import BFloat16, Boolean, Float8E4M3FN, Int32, Int64, Uint8, Uint32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from cute_kernels.hopper.epilogues.eights import load_global, store_global
-from cute_kernels.hopper.fp8_scales import halves_of, max_halves
+from cute_kernels.hopper.fp8_scales import MAGNITUDES, bf16_bits, exchanged, halves_of, max_halves
 from cute_kernels.hopper.mxfp8_scales import (
     BLOCK,
     decode_factor,
@@ -39,7 +39,6 @@ WARPS = 16
 COLUMNS = 4
 """Of a thread that quantises."""
 RESTORED_COLUMNS = 8
-MAGNITUDES = 0x7FFF7FFF
 GROUP_PADDING = 128
 
 
@@ -93,15 +92,6 @@ def piece_of(index, spans, columns: cutlass.Constexpr, offsets, padded):
     row = offsets[group] + top - padded[group]
     column = ((index - block * spans) * 32 + cute.arch.lane_idx()) * columns
     return Piece(row, cutlass.min(offsets[group + 1] - row, BLOCK), top, column)
-
-
-def bf16_bits(half):
-    """The FP32 bits of a BF16 magnitude in the lower half of a word."""
-    return Int32(half << 16)
-
-
-def exchanged(word, distance: int):
-    return Uint32(cute.arch.shuffle_sync_bfly(word, offset=distance))
 
 
 class Quantize:

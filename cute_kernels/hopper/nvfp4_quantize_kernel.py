@@ -27,8 +27,8 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.cutlass_dsl import dsl_user_op, select_
 
 from cute_kernels.hopper.epilogues.eights import load_global, store_global
-from cute_kernels.hopper.fp8_scales import halves_of, max_halves
-from cute_kernels.hopper.mxfp8_quantize_kernel import Piece, address, bf16_bits, exchanged, find
+from cute_kernels.hopper.fp8_scales import MAGNITUDES, bf16_bits, exchanged, halves_of, max_halves
+from cute_kernels.hopper.mxfp8_quantize_kernel import Piece, address, find
 from cute_kernels.hopper.nvfp4_scales import (
     block_scale,
     codes,
@@ -45,7 +45,6 @@ WARPS = 16
 BLOCK = 16
 COLUMNS = 4
 RESTORED_COLUMNS = 8
-MAGNITUDES = 0x7FFF7FFF
 
 
 class Copies(NamedTuple):
