@@ -46,10 +46,13 @@ def _weights(name: str, pick: Pick) -> Callable:
     return run
 
 
+def _fake_maxima(offsets, rotated):
+    amax = offsets.new_empty(offsets.shape[0] - 1, dtype=torch.float32)
+    return amax, torch.empty_like(amax) if rotated else None
+
+
 def _fake_amax(x, offsets, padded, rotated):
-    groups = offsets.shape[0] - 1
-    amax = x.new_empty(groups, dtype=torch.float32)
-    return none_as_empty((amax, torch.empty_like(amax) if rotated else None), x)
+    return none_as_empty(_fake_maxima(offsets, rotated), x)
 
 
 def _fake_quantize(x, offsets, padded, amax, column_amax, state, rowwise, columnwise, stored, rotated):
@@ -80,15 +83,16 @@ def _fake_dgrad(dy, weights, offsets, amax, weight_amax, glu_interleave):
     return dy.new_empty(dy.shape[0], weights[0].shape[-1])
 
 
-def _fake_gemm_act(x, weights, offsets, amax, weight_amax, activation, bias, probs, glu_interleave, save_preact):
+def _fake_gemm_act(x, weights, offsets, amax, weight_amax, activation, bias, probs, block, save_preact, rotated):
     rows, columns = x.shape[0], weights[0].shape[-2]
     act = x.new_empty(rows, columns // Activation.decode(activation).halves)
-    return none_as_empty((act, x.new_empty(rows, columns) if save_preact else None), x)
+    preact = x.new_empty(rows, columns) if save_preact else None
+    return none_as_empty((act, preact, *_fake_maxima(offsets, rotated)), x)
 
 
-def _fake_gemm_dact(dy, weights, offsets, amax, weight_amax, preact, activation, probs, need_dprobs):
+def _fake_gemm_dact(dy, weights, offsets, amax, weight_amax, preact, activation, probs, need_dprobs, rotated):
     dprobs = dy.new_empty(dy.shape[0], dtype=torch.float32) if need_dprobs else None
-    return none_as_empty((torch.empty_like(preact), dprobs), dy)
+    return none_as_empty((torch.empty_like(preact), dprobs, *_fake_maxima(offsets, rotated)), dy)
 
 
 def _fake_wgrad(dy, x, offsets, amax, x_amax, glu_interleave):
@@ -101,6 +105,7 @@ def _fake_wgrad_(*_):
 
 _SHARING = f"{MARGIN}, Tensor? counter=None"
 _AMAXES = "Tensor amax, Tensor weight_amax"
+_FOUR = "(Tensor, Tensor, Tensor, Tensor)"
 _OPERATORS = (
     (
         f"nvfp4_amax(Tensor x, Tensor offsets, Tensor padded, bool rotated, {MARGIN}) -> (Tensor, Tensor)",
@@ -137,13 +142,13 @@ _OPERATORS = (
     ),
     (
         f"nvfp4_grouped_gemm_act(Tensor x, Tensor[] weights, Tensor offsets, {_AMAXES}, str activation, Tensor? bias, "
-        f"Tensor? probs, int glu_interleave, bool save_preact, {_SHARING}) -> (Tensor, Tensor)",
+        f"Tensor? probs, int glu_interleave, bool save_preact, bool rotated, {_SHARING}) -> {_FOUR}",
         with_activation,
         _fake_gemm_act,
     ),
     (
         f"nvfp4_grouped_gemm_dact(Tensor dy, Tensor[] weights, Tensor offsets, {_AMAXES}, Tensor preact, "
-        f"str activation, Tensor? probs, bool need_dprobs, {_SHARING}) -> (Tensor, Tensor)",
+        f"str activation, Tensor? probs, bool need_dprobs, bool rotated, {_SHARING}) -> {_FOUR}",
         with_activation,
         _fake_gemm_dact,
     ),
@@ -247,12 +252,13 @@ def nvfp4_grouped_gemm_act(
     probs: Tensor | None = None,
     glu_interleave: int = 0,
     save_preact: bool = True,
+    rotated: bool = False,
     **sharing: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """`nvfp4_reference.nvfp4_grouped_gemm_act`; kernels leave the tail of both results undefined."""
     operands = (x, weights, offsets, amax, weight_amax, activation.encode(), bias, probs, glu_interleave)
-    act, preact = _OPS.nvfp4_grouped_gemm_act(*operands, save_preact, **sharing)
-    return act, empty_as_none(preact, save_preact)
+    act, preact, largest, turned = _OPS.nvfp4_grouped_gemm_act(*operands, save_preact, rotated, **sharing)
+    return act, empty_as_none(preact, save_preact), largest, empty_as_none(turned, rotated)
 
 
 def nvfp4_grouped_gemm_dact(
@@ -265,12 +271,13 @@ def nvfp4_grouped_gemm_dact(
     activation: Activation,
     probs: Tensor | None = None,
     need_dprobs: bool = False,
+    rotated: bool = False,
     **sharing: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """`nvfp4_reference.nvfp4_grouped_gemm_dact`; kernels leave the tail of dpreact undefined."""
     operands = (dy, weights, offsets, amax, weight_amax, preact, activation.encode(), probs)
-    dpreact, dprobs = _OPS.nvfp4_grouped_gemm_dact(*operands, need_dprobs, **sharing)
-    return dpreact, empty_as_none(dprobs, need_dprobs)
+    dpreact, dprobs, largest, turned = _OPS.nvfp4_grouped_gemm_dact(*operands, need_dprobs, rotated, **sharing)
+    return dpreact, empty_as_none(dprobs, need_dprobs), largest, empty_as_none(turned, rotated)
 
 
 def nvfp4_grouped_wgrad(

@@ -37,7 +37,7 @@ from cute_kernels.activation import Activation
 from cute_kernels.quantization import formats, hadamard
 from cute_kernels.quantization.casts import decode_e2m1, pack_e2m1, unpack_e2m1
 from cute_kernels.quantization.formats import Format
-from cute_kernels.quantization.groups import group_amax, pad_groups, padded_rows, quantize_padded
+from cute_kernels.quantization.groups import group_amax, pad_groups, padded_offsets, padded_rows, quantize_padded
 from cute_kernels.quantization.nvfp4_scales import LARGEST
 from cute_kernels.quantization.quantize import quantize, spread
 
@@ -218,12 +218,15 @@ def nvfp4_grouped_gemm_act(
     probs: Tensor | None = None,
     glu_interleave: int = 0,
     save_preact: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """`reference.grouped_gemm_act` of preact = round(alpha_g·x W_gᵀ + b_g), stored as [gate | up]."""
+    rotated: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """(act, preact if asked, and `nvfp4_amax` of act): `reference.grouped_gemm_act` of preact = round(alpha_g·x W_gᵀ +
+    b_g), stored as [gate | up].
+    """
     preact = nvfp4_grouped_gemm(x, weights, offsets, amax, weight_amax, bias)
     preact = reference.deinterleave(preact, glu_interleave, 1)
     act = reference.activation_forward(preact, activation, probs, torch.float32).to(x.dtype)
-    return act, preact if save_preact else None
+    return act, preact if save_preact else None, *nvfp4_amax(act, offsets, padded_offsets(offsets), rotated)
 
 
 def nvfp4_grouped_gemm_dact(
@@ -236,13 +239,17 @@ def nvfp4_grouped_gemm_dact(
     activation: Activation,
     probs: Tensor | None = None,
     need_dprobs: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """`reference.grouped_gemm_dact` of dA = alpha_g·dy W_g in FP32: (dpreact, dprobs FP32 [T] or None)."""
+    rotated: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """(dpreact, dprobs FP32 [T] if asked, and `nvfp4_amax` of dpreact): `reference.grouped_gemm_dact` of dA =
+    alpha_g·dy W_g in FP32.
+    """
     sums = reference.grouped_gemm_dgrad(dy.float(), _wide(weights), offsets)
     grad = sums * _by_row(alpha_of(amax, weight_amax), offsets, dy.shape[0])
     p = None if probs is None else probs.to(preact.dtype)
     dpreact, dprobs = reference.dact(grad, preact.float(), offsets, p, activation, need_dprobs)
-    return dpreact.to(dy.dtype), dprobs
+    dpreact = dpreact.to(dy.dtype)
+    return dpreact, dprobs, *nvfp4_amax(dpreact, offsets, padded_offsets(offsets), rotated)
 
 
 def nvfp4_grouped_wgrad(

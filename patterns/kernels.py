@@ -234,11 +234,14 @@ def _mxfp8_linear() -> tuple[Bound, ...]:
 MXFP8_LINEAR_KERNELS = _mxfp8_linear()
 
 
+def _nvfp4_quantize(what: str, **k_and_dtype: str) -> Bound:
+    return bind(catalog.SM90_NVFP4_QUANTIZE, f"{what}, in both orientations", **k_and_dtype)
+
+
 def _nvfp4_operand(what: str, **k_and_dtype: str) -> tuple[Bound, ...]:
-    return (
-        bind(catalog.SM90_NVFP4_AMAX, f"largest magnitudes of the {what}", **k_and_dtype),
-        bind(catalog.SM90_NVFP4_QUANTIZE, f"{what}, in both orientations", **k_and_dtype),
-    )
+    """Of one whose largest magnitudes no product has left."""
+    largest = bind(catalog.SM90_NVFP4_AMAX, f"largest magnitudes of the {what}", **k_and_dtype)
+    return largest, _nvfp4_quantize(what, **k_and_dtype)
 
 
 def _nvfp4_linear(label: str) -> tuple[Bound, ...]:
@@ -276,12 +279,12 @@ def _nvfp4_mlp() -> tuple[Bound, ...]:
         bind(catalog.SM90_PADDED_GROUP_OFFSETS, "rows of each group, plain and padded", G="fc1.num_groups"),
         *_nvfp4_operand("fc1 input", K=k1, **dtype),
         bind(catalog.SM90_NVFP4_GROUPED_GEMM_ACT, "fc1 and act forward", K=k1, N=n1, **block, **activation, **dtype),
-        *_nvfp4_operand("activation", K=k2, **dtype),
+        _nvfp4_quantize("activation", K=k2, **dtype),
         bind(catalog.SM90_NVFP4_GROUPED_GEMM, "fc2 forward", K=k2, N=n2, **dtype),
         *_nvfp4_operand("output gradient", K=n2, **dtype),
         *_nvfp4_linear("fc2"),
         bind(catalog.SM90_NVFP4_GROUPED_GEMM_DACT, "fc2 input gradient and act backward", H=n2, **activation, **dtype),
-        *_nvfp4_operand("gradient of the pre-activation", K=n1, **dtype),
+        _nvfp4_quantize("gradient of the pre-activation", K=n1, **dtype),
         *_nvfp4_linear("fc1"),
         bind(catalog.SM90_NVFP4_GROUPED_GEMM_DGRAD, "fc1 input gradient", K=k1, N=n1, **dtype),
     )

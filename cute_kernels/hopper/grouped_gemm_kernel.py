@@ -429,10 +429,13 @@ def fake_epilogue(options: Options, rows, columns) -> tuple:
     bias = matrix(dtype, cute.sym_int(), columns) if options.has_bias else None
     if options.kind == "store":
         return matrix(dtype, rows, columns), bias, factor
+    amaxes: tuple = ()
+    if options.two_level:
+        amaxes = tuple(vector(Float32, cute.sym_int()) if wanted else None for wanted in (True, options.rotates))
     if options.kind == "act":
         act = matrix(dtype, rows, eights())
         later = matrix(dtype, rows, eights()) if options.zeroes_later else None
-        return act, matrix(dtype, rows, columns) if options.keeps else None, bias, factor, later
+        return act, matrix(dtype, rows, columns) if options.keeps else None, bias, factor, later, *amaxes
     pre = eights()
     act = matrix(dtype, rows, columns) if options.keeps else None
     partial = None
@@ -443,7 +446,7 @@ def fake_epilogue(options: Options, rows, columns) -> tuple:
         sums = matrix(Float32, cute.sym_int(), pre) if options.has_dbias else None
         offsets = vector(Int32, cute.sym_int())
         return *copies, act, partial, strided_rows(dtype, rows, pre), factor, sums, offsets
-    return matrix(dtype, rows, pre), act, partial, strided_rows(dtype, rows, pre), factor
+    return matrix(dtype, rows, pre), act, partial, strided_rows(dtype, rows, pre), factor, *amaxes
 
 
 def eights():

@@ -1,7 +1,8 @@
 """Products of operands that hold NVFP4's q·S, on SM90, times alpha. Formulas: `nvfp4_reference`.
 
 Shapes, layouts, sharing and errors: as `grouped_gemm`, whose kernels these are; bf16, weights [N, K]. The largest
-magnitudes of both operands are FP32 [G]; each tile's sums are multiplied by their alpha before the epilogue.
+magnitudes of both operands are FP32 [G]; each tile's sums are multiplied by their alpha before the epilogue. Those of
+what is quantised next, act and dpreact, are formed in the epilogue that stores it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from cute_kernels.catalog import (
 )
 from cute_kernels.facts import ListFacts, TensorFacts, facts, facts_or_none, list_facts
 from cute_kernels.hopper.grouped_gemm import Plan, launched, options_of, plan_of, spread_of, sum_of_rows
+from cute_kernels.hopper.nvfp4_quantize import no_maxima
 from cute_kernels.hopper.operands import KEPT, check_counter, check_shape, readable
 from cute_kernels.hopper.product_operands import (
     are_transposed,
@@ -138,19 +140,21 @@ def nvfp4_grouped_gemm_act(
     probs: Tensor | None = None,
     glu_interleave: int = 0,
     save_preact: bool = True,
+    rotated: bool = False,
     sm_margin: int = 0,
     counter: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """`nvfp4_reference.nvfp4_grouped_gemm_act`; the tail of both results is undefined."""
     plan = _act_plan(
         _facts(x, weights, offsets, amax, weight_amax), activation, facts_or_none(bias), facts_or_none(probs),
-        glu_interleave, save_preact, sm_margin, facts_or_none(counter),
+        glu_interleave, save_preact, rotated, sm_margin, facts_or_none(counter),
     )  # fmt: skip
     act = x.new_empty(plan.rows, plan.width)
     preact = x.new_empty(plan.rows, plan.n) if save_preact else None
-    epilogue = (act, preact, whole(bias), contiguous(probs), None)
+    maxima = no_maxima(amax.shape[0], rotated, x.device)
+    epilogue = (act, preact, whole(bias), contiguous(probs), None, *maxima)
     launched(plan, x, weights, offsets, counter, epilogue, (amax, weight_amax))
-    return act, preact
+    return act, preact, *maxima
 
 
 @functools.lru_cache(KEPT)
@@ -161,6 +165,7 @@ def _act_plan(
     probs: TensorFacts | None,
     glu_interleave: int,
     save_preact: bool,
+    rotated: bool,
     sm_margin: int,
     counter: TensorFacts | None,
 ) -> Plan:
@@ -175,7 +180,7 @@ def _act_plan(
         kernel, "act", x.dtype, n, spread_of(kernel, x, groups), K=k, N=n, I=n // activation.halves,
         activation=activation, glu_interleave=glu_interleave, separate=weights.separate, has_bias=bias is not None,
         factor=factor_name(probs), keeps=save_preact, zero_tail=False, contracts_rows=False,
-        dynamic=check_counter(kernel.name, counter, x), two_level=True,
+        dynamic=check_counter(kernel.name, counter, x), two_level=True, rotates=rotated,
     )  # fmt: skip
     return plan_of(kernel, options, (x,), groups, n, k, n, sm_margin, False)
 
@@ -190,20 +195,22 @@ def nvfp4_grouped_gemm_dact(
     activation: Activation,
     probs: Tensor | None = None,
     need_dprobs: bool = False,
+    rotated: bool = False,
     sm_margin: int = 0,
     counter: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """`nvfp4_reference.nvfp4_grouped_gemm_dact`; the tail of dpreact is undefined."""
     plan = _dact_plan(
         _facts(dy, weights, offsets, amax, weight_amax), facts(preact), activation, facts_or_none(probs), need_dprobs,
-        sm_margin, facts_or_none(counter),
+        rotated, sm_margin, facts_or_none(counter),
     )  # fmt: skip
     dpreact = dy.new_empty(plan.rows, plan.width)
     partial = dy.new_empty(plan.rows, plan.tiles, dtype=torch.float32) if need_dprobs else None
     preact = preact if plan.readable else readable(preact)
-    epilogue = (dpreact, None, partial, preact, contiguous(probs))
+    maxima = no_maxima(amax.shape[0], rotated, dy.device)
+    epilogue = (dpreact, None, partial, preact, contiguous(probs), *maxima)
     launched(plan, dy, weights, offsets, counter, epilogue, (amax, weight_amax))
-    return dpreact, None if partial is None else sum_of_rows(partial)
+    return dpreact, None if partial is None else sum_of_rows(partial), *maxima
 
 
 @functools.lru_cache(KEPT)
@@ -213,6 +220,7 @@ def _dact_plan(
     activation: Activation,
     probs: TensorFacts | None,
     need_dprobs: bool,
+    rotated: bool,
     sm_margin: int,
     counter: TensorFacts | None,
 ) -> Plan:
@@ -225,5 +233,6 @@ def _dact_plan(
         kernel, "dact", dy.dtype, width, spread_of(kernel, dy, groups), H=h, I=width, activation=activation,
         contracts_rows=True, separate=weights.separate, factor=factor_name(probs), keeps=False,
         has_dprobs=need_dprobs, zero_tail=False, dynamic=check_counter(kernel.name, counter, dy), two_level=True,
+        rotates=rotated,
     )  # fmt: skip
     return plan_of(kernel, options, (dy, preact), groups, h, width, width, sm_margin, False)

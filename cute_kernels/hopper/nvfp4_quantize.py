@@ -78,13 +78,18 @@ def nvfp4_amax(
 ) -> tuple[Tensor, Tensor | None]:
     """`nvfp4_reference.nvfp4_amax`."""
     plan = _plan(SM90_NVFP4_AMAX, facts(x), facts(offsets), facts(padded), None, None, None, sm_margin)
-    amaxes = torch.zeros(1 + rotated, plan.groups, dtype=torch.float32, device=x.device).unbind(0)
-    amax, turned = amaxes[0], amaxes[1] if rotated else None
+    amax, turned = no_maxima(plan.groups, rotated, x.device)
     if x.shape[0]:
         x = x if plan.readable else readable(x)
         kernel = launch.kernel(MODULE, AmaxOptions(rotated), ARCH)
         kernel(x, offsets, padded, amax, turned, plan.grid, launch.current_stream(x.device))
     return amax, turned
+
+
+def no_maxima(groups: int, rotated: bool, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Where kernels leave largest magnitudes, none so far."""
+    amaxes = torch.zeros(1 + rotated, groups, dtype=torch.float32, device=device).unbind(0)
+    return amaxes[0], amaxes[1] if rotated else None
 
 
 def nvfp4_quantize(

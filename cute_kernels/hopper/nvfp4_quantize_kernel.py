@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-from cutlass.cutlass_dsl import dsl_user_op, select_
+from cutlass.cutlass_dsl import select_
 
 from cute_kernels.hopper.epilogues.eights import load_global, store_global
 from cute_kernels.hopper.fp8_scales import MAGNITUDES, bf16_bits, exchanged, halves_of, max_halves
 from cute_kernels.hopper.mxfp8_quantize_kernel import Piece, address, find
+from cute_kernels.hopper.nvfp4_maxima import column_maxima, largest_of, raise_group
 from cute_kernels.hopper.nvfp4_scales import (
     block_scale,
     codes,
@@ -83,14 +83,6 @@ def turned(words, width):
     return [list(row) for row in zip(*pairs, strict=True)]
 
 
-def column_maxima(words):
-    """The largest magnitudes of the thread's columns, two a word."""
-    largest = [word & Uint32(MAGNITUDES) for word in words[0]]
-    for row in words[1:]:
-        largest = [max_halves(one, word & Uint32(MAGNITUDES)) for one, word in zip(largest, row, strict=True)]
-    return largest
-
-
 def row_maxima(words):
     """The largest magnitudes of rows over the 4 lanes of a block, two rows a word."""
     found = []
@@ -108,33 +100,8 @@ def halves(largest):
     return bf16_bits(largest & Uint32(0xFFFF)), bf16_bits(largest >> 16)
 
 
-def largest_of(words, lanes: int):
-    """The FP32 bits of the largest magnitude of all values of `lanes` neighbouring lanes."""
-    largest = max_halves(*column_maxima(words))
-    largest = max_halves(largest, largest >> 16)
-    distance = 1
-    while distance < lanes:
-        largest = max_halves(largest, exchanged(largest, distance))
-        distance *= 2
-    return bf16_bits(largest & Uint32(0xFFFF))
-
-
 def chosen(condition, yes, no):
     return Uint32(select_(condition, yes, no))
-
-
-@dsl_user_op
-def raise_to(address, bits, *, loc=None, ip=None):
-    """Lane 0 raises an integer in global memory to `bits`, where it is less."""
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int32(bits))]
-    text = """{ .reg .pred p, q; .reg .b32 lane, old;
-        mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.b32 old, 0x7FFFFFFF;
-        @p ld.relaxed.gpu.global.s32 old, [$0];
-        setp.lt.s32 q, old, $1; @q red.relaxed.gpu.global.max.s32 [$0], $1; }"""
-    llvm.inline_asm(
-        None, operands, text, "l,r,~{memory}", has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
 
 
 def zero_after(width, word):
@@ -146,11 +113,6 @@ def later(words, piece: Piece, zero):
     """The same, not before `zero` is known."""
     piece = piece._replace(padded=piece.padded + Int32(zero), column=piece.column + Int32(zero))
     return [[word ^ zero for word in row] for row in words], piece
-
-
-def raise_group(amax, group, bits):
-    """amax[group] is at least the FP32 value of these bits."""
-    raise_to(amax.iterator.toint() + Int64(group) * 4, bits)
 
 
 class Amax:

@@ -16,6 +16,8 @@ from cute_kernels.quantization.hadamard import SIGNS
 from cute_kernels.quantization.nvfp4_scales import LARGEST
 from cute_kernels.quantization.random_bits import MULTIPLIERS, ROUNDS, WEYL
 
+QUARTER = 0.25
+"""What makes the rotation orthogonal."""
 _FLOAT_MAX = "0f7F7FFFFF"
 _REGISTERS = """
     .reg .b16 pair, none, half; .reg .b32 x0, x1, m, e, t, byte, word, code;"""
@@ -140,32 +142,39 @@ def values_of(word, index: int, decode, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def _half(word, upper: bool, *, loc=None, ip=None):
+def half_of(word, upper: bool, *, loc=None, ip=None):
+    """One of the two BF16 values of a word, in FP32."""
     text = widen("$0", "$1", upper, "bfloat16")
     return Float32(_asm(T.f32(), [Uint32(word).ir_value(loc=loc, ip=ip)], text, "=f,r", loc, ip))
 
 
 @dsl_user_op
-def _rounded(first, second, *, loc=None, ip=None):
+def rounded_pair(first, second, *, loc=None, ip=None):
+    """Two FP32 values as a word of two BF16 values."""
     operands = [Float32(value).ir_value(loc=loc, ip=ip) for value in (first, second)]
     return Uint32(_asm(T.i32(), operands, "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", loc, ip))
+
+
+def butterfly(column):
+    """16 FP32 values of a column, rotated but for the factor of a quarter."""
+    column = [value if sign > 0 else -value for value, sign in zip(column, SIGNS, strict=True)]
+    for distance in (1, 2, 4, 8):
+        result = list(column)
+        for i in range(16):
+            if not i & distance:
+                result[i] = column[i] + column[i + distance]
+                result[i + distance] = column[i] - column[i + distance]
+        column = result
+    return column
 
 
 def rotated(words):
     """16 values of two columns, a word of two BF16 a row, rotated down the rows."""
     columns = []
     for upper in (False, True):
-        column = [_half(word, upper) for word in words]
-        column = [value if sign > 0 else -value for value, sign in zip(column, SIGNS, strict=True)]
-        for distance in (1, 2, 4, 8):
-            turned = list(column)
-            for i in range(16):
-                if not i & distance:
-                    turned[i] = column[i] + column[i + distance]
-                    turned[i + distance] = column[i] - column[i + distance]
-            column = turned
-        columns.append([value * Float32(0.25) for value in column])
-    return [_rounded(*both) for both in zip(*columns, strict=True)]
+        column = butterfly([half_of(word, upper) for word in words])
+        columns.append([value * Float32(QUARTER) for value in column])
+    return [rounded_pair(*both) for both in zip(*columns, strict=True)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from fusible_ops.fused.nvfp4_parts import (
     kept_of_weights,
     operand_of,
     put_grads,
+    rotates,
     weights_in_backward,
     weights_of,
 )
@@ -27,11 +28,11 @@ class GroupedMLPNvfp4(QuantizedMLP):
     What products read are BF16 tensors that hold an element times its block's scale, which they multiply exactly; what
     is left of both second levels multiplies their sums. Kept for backward are x and the activation, quantised down
     their tokens in four bits, and the pre-activation in BF16.
-    Forward: the largest magnitudes of x; quantise it; product + activation (× probs); the same of the activation;
-    product (+ bias).
+    Forward: the largest magnitudes of x; quantise it; product + activation (× probs), which leaves the activation's;
+    quantise that; product (+ bias).
     Backward: the largest magnitudes of dy; quantise it in both directions; the activation's values; weight gradient;
-    product + activation gradient (with that of probs); the same of the pre-activation's gradient and x; the input's
-    gradient.
+    product + activation gradient (with that of probs), which leaves the largest magnitudes; quantise it; x's values;
+    weight gradient; the input's gradient.
     """
 
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
@@ -52,7 +53,7 @@ class GroupedMLPNvfp4(QuantizedMLP):
         )
         quantizers = [fc.op.quantizer(recipe, "input", call.x.device) for fc in (self.fc1, self.fc2)]
         x = operand_of(call.x, groups, padded, quantizers[0], kernels, True, stored=call.trains[0])
-        act, preact = kernels.nvfp4_grouped_gemm_act(
+        act, preact, *maxima = kernels.nvfp4_grouped_gemm_act(
             x.rows,
             [w1.rows],
             offsets,
@@ -63,8 +64,9 @@ class GroupedMLPNvfp4(QuantizedMLP):
             call.probs,
             glu_interleave=self.block,
             save_preact=call.passes[1],
+            rotated=rotates(quantizers[1], call.trains[1]),
         )
-        a = operand_of(act, groups, padded, quantizers[1], kernels, True, stored=call.trains[1])
+        a = operand_of(act, groups, padded, quantizers[1], kernels, True, stored=call.trains[1], maxima=maxima)
         y = kernels.nvfp4_grouped_gemm(a.rows, [w2.rows], offsets, a.amax, w2.amax, call.biases[1], call.scales)
         kept = (t for fc, w in ((self.fc1, w1), (self.fc2, w2)) for t in kept_of_weights(fc, ctxs, w))
         return y, preact, (*kept_of_rows(x), *kept_of_rows(a), *kept)
@@ -84,7 +86,8 @@ class GroupedMLPNvfp4(QuantizedMLP):
         del a
         if preact is None:
             return None, None
-        dpreact, dprobs = kernels.nvfp4_grouped_gemm_dact(
+        wants_x, wants_w = w1 is not None, x[0] is not None
+        dpreact, dprobs, *maxima = kernels.nvfp4_grouped_gemm_dact(
             dy.rows,
             [w2],
             offsets,
@@ -94,9 +97,10 @@ class GroupedMLPNvfp4(QuantizedMLP):
             self.act.op.activation,
             probs,
             need_dprobs=self.act.wants_dprobs(ctxs),
+            rotated=rotates(own1.grad_quantizer, wants_w),
         )
         del preact, dy
-        grad1 = operand_of(dpreact, groups, padded, own1.grad_quantizer, kernels, w1 is not None, x[0] is not None)
+        grad1 = operand_of(dpreact, groups, padded, own1.grad_quantizer, kernels, wants_x, wants_w, maxima=maxima)
         wants = self.fc1.wants_dbias(ctxs)
         db = kernels.grouped_dbias(dpreact, offsets, None, self.block) if wants else None
         del dpreact

@@ -47,6 +47,15 @@ def draw(parts: Sequence[LinearPart], ctxs: Contexts, recipe: Recipe, like: Tens
         own.grad_quantizer = part.op.quantizer(recipe, "grad_output", like.device) if arrives else None
 
 
+Maxima = tuple[Tensor, Tensor | None]
+"""What `nvfp4_reference.nvfp4_amax` gives."""
+
+
+def rotates(quantizer: Quantizer, down: bool) -> bool:
+    """Whether a copy down the tokens is wanted and is rotated."""
+    return quantizer.format.hadamard and down
+
+
 def operand_of(
     t: Tensor,
     groups: Groups,
@@ -56,8 +65,11 @@ def operand_of(
     rowwise: bool,
     columnwise: bool = False,
     stored: bool = False,
+    maxima: Maxima | None = None,
 ) -> Operand:
-    """Rows `t [..., K]` quantised; of a QuantizedTensor of the same groups and format what it holds."""
+    """Rows `t [..., K]` quantised; of a QuantizedTensor of the same groups and format what it holds. maxima: of `t`, if
+    they are known.
+    """
     if not (rowwise or columnwise or stored):
         return Operand()
     format, offsets = quantizer.format, groups.offsets
@@ -69,8 +81,8 @@ def operand_of(
             return _held_operand(held, padded, kernels, rowwise, columnwise, stored)
         t = t.dequantize(DTYPE)
     x = as_rows(t, DTYPE)
-    rotated = format.hadamard and (columnwise or stored)
-    amax, turned = kernels.nvfp4_amax(x, offsets, padded, rotated)
+    rotated = rotates(quantizer, columnwise or stored)
+    amax, turned = maxima or kernels.nvfp4_amax(x, offsets, padded, rotated)
     column_amax = turned if rotated else amax
     copies = kernels.nvfp4_quantize(
         x, offsets, padded, amax, column_amax, quantizer.state, rowwise, columnwise, stored, rotated

@@ -71,7 +71,8 @@ def products(shape: str) -> None:
             2 * flops,
             {
                 "bf16": lambda: grouped_gemm_act(x, [w1], offsets, SWIGLU, None, probs, zero_tail=False),
-                "nvfp4": lambda: nvfp4_grouped_gemm_act(x, [w1], offsets, one, one, SWIGLU, None, probs),
+                "nvfp4": lambda: nvfp4_grouped_gemm_act(x, [w1], offsets, one, one, SWIGLU, None, probs, rotated=True),
+                "not rotated": lambda: nvfp4_grouped_gemm_act(x, [w1], offsets, one, one, SWIGLU, None, probs),
             },
         ),
         (
@@ -80,6 +81,9 @@ def products(shape: str) -> None:
             {
                 "bf16": lambda: grouped_gemm_dact(dy, [w2], offsets, preact, SWIGLU, probs, **how),
                 "nvfp4": lambda: nvfp4_grouped_gemm_dact(
+                    dy, [w2], offsets, one, one, preact, SWIGLU, probs, need_dprobs=True, rotated=True
+                ),
+                "not rotated": lambda: nvfp4_grouped_gemm_dact(
                     dy, [w2], offsets, one, one, preact, SWIGLU, probs, need_dprobs=True
                 ),
             },

@@ -36,7 +36,12 @@ QUANTIZE = (
 
 def options(kind: str, tile: tuple[int, int], activation: Activation | None = None, **facts) -> Options:
     config = deepest(*tile, kind, activation is not None and activation.is_glu)
-    same = {"contracts_rows": kind == "dact", "zero_tail": kind == "store", "two_level": True}
+    same = {
+        "contracts_rows": kind == "dact",
+        "zero_tail": kind == "store",
+        "two_level": True,
+        "rotates": kind != "store",
+    }
     return Options(kind, "bfloat16", config, activation=activation, **same | facts)
 
 
@@ -50,9 +55,14 @@ CASES = {
     "act_clamped_everything": options(
         "act", (128, 192), CLAMPED, has_bias=True, factor="float32", glu_interleave=32, separate=True, dynamic=True
     ),
+    "act_not_rotated": options("act", (128, 192), SWIGLU, rotates=False),
+    "act_bare": options("act", (128, 192), SWIGLU, keeps=False),
     "act_low": options("act", (64, 128), SWIGLU, factor="bfloat16", keeps=False),
     "dact_swiglu": options("dact", (128, 192), SWIGLU, **GRADIENTS),
     "dact_clamped": options("dact", (128, 192), CLAMPED, dynamic=True, **GRADIENTS),
+    "dact_not_rotated": options("dact", (128, 192), CLAMPED, dynamic=True, rotates=False, **GRADIENTS),
+    "dact_bare": options("dact", (128, 192), SWIGLU, keeps=False),
+    "dact_srelu": options("dact", (128, 192), Activation("srelu"), **GRADIENTS),
     "dact_geglu": options("dact", (128, 192), Activation("geglu"), **GRADIENTS),
     "dact_low": options("dact", (64, 128), SWIGLU, **GRADIENTS),
 }
@@ -68,6 +78,8 @@ def test_products(case, capfd, tmp_path):
     ptx = compiled(PRODUCTS, CASES[case], capfd, tmp_path)
     config = CASES[case].config
     assert len(re.findall(r"wgmma\.mma_async", ptx)) == 2 * (config.tile_m // 64) * config.tile_k // 16
+    wanted = 0 if CASES[case].kind == "store" else 1 + CASES[case].rotates
+    assert len(re.findall(r"red\.relaxed\.gpu\.global\.max", ptx)) == wanted, "of largest magnitudes"
 
 
 @pytest.mark.parametrize("out", ["bfloat16", "float32"])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible_ops as ops
 from cute_kernels.quantization.groups import padded_rows
@@ -247,6 +248,28 @@ def test_a_quantised_input() -> None:
             results.append([y.detach(), *(p.grad.clone() for p in model.parameters())])
     for one, other in zip(*results, strict=True):
         assert_bitwise_equal(one, other)
+
+
+class Amaxes(TorchDispatchMode):
+    """Shapes of what largest magnitudes are looked for in, by a launch that does nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.fusible_ops.nvfp4_amax.default:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_only_what_comes_from_outside_is_read_for_its_largest_magnitudes() -> None:
+    """x and dy; those of the activation and of the pre-activation's gradient come from the products that store them."""
+    mlp = MLP(hidden=160, intermediate=192)
+    model, inputs = mlp.build(TAIL, "cpu", BF16), Inputs.random(TAIL, mlp.hidden, "cpu", BF16)
+    with ops.autocast(recipe=RECIPES["default"]), as_if_on("sm_90a"), Amaxes() as amaxes:
+        step(fused(model, RECIPES["default"]), mlp, inputs)
+    assert amaxes.shapes == [(TAIL.rows, mlp.hidden)] * 2
 
 
 def test_what_is_kept() -> None:

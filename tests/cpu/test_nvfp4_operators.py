@@ -40,9 +40,9 @@ CALLS = {
     "nvfp4_grouped_gemm_dgrad": (PREACT, [*W1.unbind(0)], OFFSETS, *AMAXES, 32),
     "nvfp4_grouped_gemm_act": (
         *(X, [W1], OFFSETS, *AMAXES, SWIGLU.encode()),
-        *(torch.randn(3, N).bfloat16(), PROBS, 32, True),
+        *(torch.randn(3, N).bfloat16(), PROBS, 32, True, True),
     ),
-    "nvfp4_grouped_gemm_dact": (DY, [*W2.unbind(0)], OFFSETS, *AMAXES, PREACT, SWIGLU.encode(), PROBS, True),
+    "nvfp4_grouped_gemm_dact": (DY, [*W2.unbind(0)], OFFSETS, *AMAXES, PREACT, SWIGLU.encode(), PROBS, True, True),
     "nvfp4_grouped_wgrad": (COLUMNS, COLUMNS, PADDED, *AMAXES, 0),
     "nvfp4_grouped_wgrad_": ([torch.zeros(3, K, K)], COLUMNS, COLUMNS, PADDED, *AMAXES, 0, True),
 }
@@ -73,8 +73,8 @@ def test_cpu_tensors_get_the_reference(flags: tuple[bool, bool, bool], activatio
         lambda m: m.nvfp4_amax(X, OFFSETS, PADDED, flags[1]),
         lambda m: m.nvfp4_quantize(X, OFFSETS, PADDED, *AMAXES, None, *flags, True),
         lambda m: m.nvfp4_quantize_weight([W1], *flags[:2]),
-        lambda m: m.nvfp4_grouped_gemm_act(X, [W1], OFFSETS, *AMAXES, activation, None, PROBS, save_preact=flags[1]),
-        lambda m: m.nvfp4_grouped_gemm_dact(DY, [W2], OFFSETS, *AMAXES, preact, activation, PROBS, flags[1]),
+        lambda m: m.nvfp4_grouped_gemm_act(X, [W1], OFFSETS, *AMAXES, activation, None, PROBS, 0, *flags[1:]),
+        lambda m: m.nvfp4_grouped_gemm_dact(DY, [W2], OFFSETS, *AMAXES, preact, activation, PROBS, *flags[1:]),
     )
     for call in calls:
         got, want = call(ops), call(nvfp4_reference)
@@ -149,3 +149,21 @@ def test_sums_are_scaled_before_a_bias_is_added() -> None:
     alpha = alpha_of(AMAX, AMAX)
     want = alpha[2] * (X[9].float() @ W1[2].float().mT) + bias[2].float()
     torch.testing.assert_close(y[9].float(), want, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+def test_products_leave_the_largest_magnitudes_of_what_they_store(splits: Splits, rotated: bool) -> None:
+    x, dy, preact = (torch.randn(splits.rows, width).bfloat16() for width in (K, K, N))
+    for t in (x, dy, preact):
+        t[splits.used :] = float("nan")
+    offsets, padded = padded_group_offsets(splits.tensor(), splits.rows)
+    w1, w2 = torch.randn(splits.groups, N, K).bfloat16(), torch.randn(splits.groups, K, WIDTH).bfloat16()
+    amaxes = torch.rand(splits.groups) + 1, torch.rand(splits.groups) + 1
+    act, _, *of_act = ops.nvfp4_grouped_gemm_act(x, [w1], offsets, *amaxes, SWIGLU, rotated=rotated)
+    dpreact, _, *of_dpreact = ops.nvfp4_grouped_gemm_dact(dy, [w2], offsets, *amaxes, preact, SWIGLU, rotated=rotated)
+    for t, found in ((act, of_act), (dpreact, of_dpreact)):
+        for a, b in zip(found, ops.nvfp4_amax(t, offsets, padded, rotated), strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                assert_bitwise_equal(a, b)

@@ -10,7 +10,7 @@ from cute_kernels import nvfp4_reference as nv
 from cute_kernels.activation import Activation
 from cute_kernels.quantization.groups import padded_rows
 from cute_kernels.quantization.random_bits import random_state
-from tests.cases import OFF_TILE, SPLITS, TAIL, Splits
+from tests.cases import OFF_TILE, SPLITS, TAIL, Splits, full
 from tests.compare import assert_bitwise_equal, relative_error
 from tests.gpu.test_mxfp8 import (
     DEVICE,
@@ -40,6 +40,8 @@ ASKED = {
     "stored": (False, False, True),
     "all": (True, True, True),
 }
+LARGE = full("large", 3000, 0, 100)
+GATED_AND_NOT = SMOOTH[0], SMOOTH[-1]
 WAYS = [(False, False), (True, False), (False, True), (True, True)]
 """Whether columns are rotated, and whether values are rounded stochastically."""
 
@@ -157,8 +159,18 @@ def assert_near(actual: Tensor | None, expected: Tensor | None, used: int, what:
         assert relative_error(actual[:used].float(), expected[:used].float()) <= 4e-3, what
 
 
+def assert_maxima(stored: Tensor, offsets: Tensor, padded: Tensor, found: tuple[Tensor, Tensor | None]) -> None:
+    """What a product left are the bits that the kernel finds, and those of the reference, in what it stored."""
+    rotated = found[1] is not None
+    for amax in (hopper("nvfp4_amax"), nv.nvfp4_amax):
+        for a, b in zip(found, amax(stored, offsets, padded, rotated), strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert_same(a, b, "largest magnitudes")
+
+
 def check_products(splits: Splits, activation: Activation, width: int, contracted: int) -> None:
-    offsets, _ = offsets_of(splits)
+    offsets, padded = offsets_of(splits)
     rows, groups, columns = splits.rows, splits.groups, activation.halves * width
     x, dy = (with_tail(normal(rows, contracted), splits) for _ in range(2))
     w1, w2 = normal(groups, columns, contracted), normal(groups, contracted, width)
@@ -172,11 +184,13 @@ def check_products(splits: Splits, activation: Activation, width: int, contracte
         for name, arguments in (
             ("nvfp4_grouped_gemm", (x, first, offsets, *both, bias, probs if separate else None)),
             ("nvfp4_grouped_gemm_dgrad", (preact, first, offsets, *both, block)),
-            ("nvfp4_grouped_gemm_act", (x, first, offsets, *both, activation, bias, probs, block, separate)),
-            ("nvfp4_grouped_gemm_dact", (dy, second, offsets, *both, preact, activation, probs, True)),
+            ("nvfp4_grouped_gemm_act", (x, first, offsets, *both, activation, bias, probs, block, separate, separate)),
+            ("nvfp4_grouped_gemm_dact", (dy, second, offsets, *both, preact, activation, probs, True, separate)),
         ):
             got, want = hopper(name)(*arguments), getattr(nv, name)(*arguments)
-            for a, b in zip(*((t,) if isinstance(t, Tensor) else t for t in (got, want)), strict=True):
+            if not isinstance(got, Tensor):
+                assert_maxima(got[0], offsets, padded, got[2:])
+            for a, b in zip(*((t,) if isinstance(t, Tensor) else t[:2] for t in (got, want)), strict=True):
                 if a is not None and a.dtype == torch.float32:
                     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-2)
                 else:
@@ -188,6 +202,54 @@ def check_products(splits: Splits, activation: Activation, width: int, contracte
 def test_products(activation: Activation, width: int, contracted: int) -> None:
     for splits in (RAGGED, SKEWED, TAIL, OFF_TILE):
         check_products(splits, activation, width, contracted)
+
+
+def check_maxima(splits: Splits, activation: Activation, width: int, probs: Tensor, **sharing: object) -> None:
+    """Of products whose rows differ a thousandfold from group to group, so that a neighbour's would be seen."""
+    offsets, padded = offsets_of(splits)
+    sizes = torch.tensor([1.0, 1e3, 1e-3], device=DEVICE).repeat(splits.groups)[: splits.groups]
+    both = amaxes(splits.groups)[0] * sizes, amaxes(splits.groups)[1]
+    x, dy, preact = (normal(splits.rows, n) for n in (64, 64, activation.halves * width))
+    for t in (x, dy, preact):
+        with_tail(t, splits)
+    w1, w2 = normal(splits.groups, activation.halves * width, 64), normal(splits.groups, 64, width)
+    for rotated in (False, True):
+        poison((splits.rows, 2 * width), (splits.rows, 2 * activation.halves * width))
+        act = hopper("nvfp4_grouped_gemm_act")(
+            x, [w1], offsets, *both, activation, None, probs, 0, False, rotated, **sharing
+        )
+        assert_maxima(act[0], offsets, padded, act[2:])
+        dact = hopper("nvfp4_grouped_gemm_dact")(
+            dy, [w2], offsets, *both, preact, activation, probs, False, rotated, **sharing
+        )
+        assert_maxima(dact[0], offsets, padded, dact[2:])
+
+
+@pytest.mark.parametrize("splits", [*SPLITS, RAGGED, SKEWED, LARGE], ids=str)
+@pytest.mark.parametrize("width", [16, 48, 208, 768])
+def test_maxima_of_products(splits: Splits, width: int) -> None:
+    """Every tile of both epilogues; of widths that are no multiple of a piece a lane has columns that do not exist."""
+    for activation in GATED_AND_NOT:
+        check_maxima(splits, activation, width, torch.rand(splits.rows, device=DEVICE))
+
+
+@pytest.mark.parametrize("width", [48, 768])
+def test_maxima_of_products_that_are_not_finite(width: int) -> None:
+    """Inf and NaN of a row are its group's, as is what sums overflow to; columns that do not exist have none."""
+    for splits in (RAGGED, LARGE):
+        for value in (float("inf"), NAN, 3e38, 1e30):
+            probs = torch.rand(splits.rows, device=DEVICE)
+            probs[splits.slices()[0].start + 3] = value
+            probs[splits.slices()[-1].stop - 1] = value
+            probs[splits.slices()[-1].stop - 2] = value
+            for activation in GATED_AND_NOT:
+                check_maxima(splits, activation, width, probs)
+
+
+def test_maxima_of_products_by_tickets_and_with_a_margin() -> None:
+    counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for sharing in ({"counter": counter}, {"sm_margin": 100}):
+        check_maxima(RAGGED, SMOOTH[0], 768, torch.rand(RAGGED.rows, device=DEVICE), **sharing)
 
 
 @pytest.mark.parametrize("splits", [*SPLITS, RAGGED, SKEWED], ids=str)
@@ -233,8 +295,12 @@ def test_same_bits_in_100_runs() -> None:
         amax, turned = hopper("nvfp4_amax")(x, offsets, padded, True)
         copies = hopper("nvfp4_quantize")(x, offsets, padded, amax, turned, state, True, True, False, True)
         y = hopper("nvfp4_grouped_gemm")(copies.rows, [w], offsets, amax, amax)
+        act, _, *maxima = hopper("nvfp4_grouped_gemm_act")(
+            copies.rows, [w], offsets, amax, amax, SMOOTH[0], rotated=True
+        )
         dw = hopper("nvfp4_grouped_wgrad")(copies.columns, copies.columns, padded, turned, turned)
-        return [amax, turned, copies.rows[: splits.used], copies.columns[: int(padded[-1])], y, dw]
+        rows, columns = copies.rows[: splits.used], copies.columns[: int(padded[-1])]
+        return [amax, turned, rows, columns, y, act[: splits.used], *maxima, dw]
 
     first = run()
     for _ in range(100):

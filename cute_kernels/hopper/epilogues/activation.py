@@ -1,9 +1,10 @@
 """act = round(f(round(acc + b))·p): the activation of a product whose gate and up columns meet in one thread.
 
 args: (act [T, I], preact [T, 2I or I] or None, bias [G, 2I or I] or None, probs [T] or None, later [T, ·] or None, the
-result of a later product, whose tail is zeroed here). The pre-activation is rounded first, stored as `[gate | up]`, and
-f is computed in FP32 from the rounded value. A gated tile's columns are 32 of gate, then the 32 of up that belong to
-them, and so on; or they are stored columns, and the pre-activation is stored so (see `preact`).
+result of a later product, whose tail is zeroed here; amax, turned_amax [G] FP32, each if given: see `nvfp4_maxima`, of
+act). The pre-activation is rounded first, stored as `[gate | up]`, and f is computed in FP32 from the rounded value. A
+gated tile's columns are 32 of gate, then the 32 of up that belong to them, and so on; or they are stored columns, and
+the pre-activation is stored so (see `preact`).
 
 The functions come from the module named as the activation, beside this one: `GATED`, `forward(facts, *inputs)` and
 `backward(facts, *inputs)` (value, then one slope an input), written on FP32 scalars. A new activation is a new file.
@@ -17,6 +18,7 @@ from cutlass import Float32
 
 from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.preact import Columns
+from cute_kernels.hopper.nvfp4_maxima import maxima_of
 
 FUNCTIONS = "cute_kernels.hopper.epilogues"
 
@@ -45,6 +47,8 @@ class Activate:
         bias: cute.Tensor | None
         probs: cute.Tensor | None
         later: cute.Tensor | None
+        amax: cute.Tensor | None = None
+        turned_amax: cute.Tensor | None = None
 
     def bias(self, args):
         return args.bias
@@ -74,7 +78,7 @@ class Activate:
     def finish(self, args, factors, acc, tile, room, phase):
         dtype, cut = args.act.element_type, self.cut
         preact = epilogue.rounded_now(cut, acc, None if args.bias is None else room, tile.end, dtype)
-        sent, zero = 0, None
+        sent, zero, maxima = 0, None, maxima_of(args, tile, room)
         if cut.blocks > 1:
             zero = epilogue.meet(room.barrier, tile.end)
             factors = epilogue.row_factors(range(cut.blocks), args.probs, tile, room, zero)
@@ -94,7 +98,12 @@ class Activate:
             results = self.apply(self.preact.inputs_of(values), block, factors)
             act = self.finished(results, dtype, room.thread)
             zero = epilogue.emit(act, sent, self.pieces, room.sinks[0], tile, room, (block, first), 0)
+            if maxima is not None:
+                row = tile.row + block * epilogue.ROWS
+                maxima.see([sent % self.pieces], row, first, args.act.shape[1])
             sent += 1
+        if maxima is not None:
+            maxima.leave()
         return phase
 
     def finished(self, results: cute.Tensor, dtype, thread):

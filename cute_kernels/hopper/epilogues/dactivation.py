@@ -1,6 +1,7 @@
 """dpreact = (dA·p)·∂f, act = f·p, dprobs = Σ_columns dA·f: dA the FP32 sums of dy·W2, f of the saved pre-activation.
 
-args: (dpreact [T, 2I or I], act [T, I] or None, partial [T, tiles] FP32 or None, preact like dpreact, probs or None).
+args: (dpreact [T, 2I or I], act [T, I] or None, partial [T, tiles] FP32 or None, preact like dpreact, probs or None;
+amax, turned_amax [G] FP32, each if given: see `nvfp4_maxima`, of dpreact).
 
 The pre-activation comes in sets of pieces, 32 columns of gate and of up; each warpgroup has two sets in turn, fills the
 first two of a tile before its products, and one again when what it holds has left. The gradients are written over it
@@ -18,6 +19,7 @@ from cute_kernels.hopper.configs import SETS
 from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.activation import functions
 from cute_kernels.hopper.epilogues.preact import Columns
+from cute_kernels.hopper.nvfp4_maxima import maxima_of
 from cute_kernels.hopper.operand_views import partition
 
 
@@ -66,6 +68,8 @@ class Differentiate:
         partial: cute.Tensor | None
         preact: cute.Tensor
         probs: cute.Tensor | None
+        amax: cute.Tensor | None = None
+        turned_amax: cute.Tensor | None = None
 
     def bias(self, args):
         return None
@@ -110,7 +114,7 @@ class Differentiate:
         cut, dtype = self.cut, args.dpreact.element_type
         factors = epilogue.row_factors([0], args.probs, tile, room)
         factors = [1.0, 1.0] if factors is None else [factor.to(dtype).to(Float32) for factor in factors]
-        totals = [Float32(0.0), Float32(0.0)]
+        totals, maxima = [Float32(0.0), Float32(0.0)], maxima_of(args, tile, room)
         count = cut.tile_n // epilogue.COLS
         for number in range(count):
             slot, first = number % SETS, number % SETS * self.set
@@ -118,9 +122,14 @@ class Differentiate:
             for row in range(2):
                 sums = cut.take(acc, 0, number * epilogue.COLS)
                 totals[row] += self.finish_row(sums, words, row, first, factors[row], dtype)
+            column = tile.column_tile * cut.tile_n + number * epilogue.COLS
+            if maxima is not None:
+                cute.arch.sync_warp()
+                width = args.dpreact.shape[1] // self.inputs
+                known = [] if args.partial is None else totals
+                maxima.see(range(first, first + self.inputs), tile.row, column, width, known)
             cute.arch.fence_proxy("async.shared", space="cta")
             room.barrier.arrive_and_wait()
-            column = tile.column_tile * cut.tile_n + number * epilogue.COLS
             for index in range(self.set):
                 sink, (there, half) = room.sinks[1], (column, 0)
                 if index < self.inputs:
@@ -136,6 +145,8 @@ class Differentiate:
             for row, total in enumerate(totals):
                 at = tile.row + room.row() + 8 * row
                 write_row_sum(args.partial, total, at, tile.end, tile.column_tile, room.thread)
+        if maxima is not None:
+            maxima.leave()
         return phase ^ (count // SETS % 2)
 
     def finish_row(self, acc, words, row: int, first, factor, dtype):
