@@ -26,7 +26,7 @@ from torch import Tensor
 
 from cute_kernels import reference
 from cute_kernels.activation import CONSTANTS, Activation
-from cute_kernels.quantization.formats import fp8_tensor
+from cute_kernels.quantization.formats import Format, fp8_tensor
 from cute_kernels.quantization.quantize import Quantized, dequantize, quantize
 from fusible_ops import checks
 from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
@@ -47,7 +47,8 @@ class ActivationOperation(BasicOperation):
     """The common part: `activation` says which function, `glu_interleave` how the input's columns lie (0: `[a | b]`).
 
     Input [..., I] (unary) or [..., 2I] (gated), output [..., I]; the input's gradient lies as the input does.
-    cache_quantized_input: keep the input for backward in E4M3, with one scale from its largest magnitude.
+    cache_quantized_input: keep the input for backward in E4M3, with one scale from its largest magnitude. Without it
+    a recipe says how the input is kept (`Recipe`'s preactivation).
     Errors: ValueError for an odd gated width or an interleave that does not divide I; TypeError for a dtype that is
     not a float.
     """
@@ -133,21 +134,32 @@ class ActivationOperation(BasicOperation):
             return None, []
         return self.dpreact(ctx, grad_output, self.restored(ctx, ctx.saved_tensors))[0], []
 
+    def kept_format(self, ctx: OperationContext) -> Format | None:
+        """The format in which the input is kept for backward, each of its halves by itself; None: as it is."""
+        if self.cache_quantized_input:
+            return fp8_tensor()
+        return None if ctx.recipe is None else ctx.recipe.preactivation_format
+
     def kept(self, ctx: OperationContext, preact: Tensor) -> Sequence[Tensor]:
         """What backward needs of the input."""
-        if not self.cache_quantized_input:
-            return [preact]
         ctx.preact_dtype = preact.dtype
-        data, scale, _ = quantize(preact.reshape(-1, preact.shape[-1]), fp8_tensor())
+        format = self.kept_format(ctx)
+        if format is None:
+            return [preact]
+        width = preact.shape[-1] // self.activation.halves
+        checks.divides(ctx.owner, "the columns of its result", width, format, format.multiple()[1])
+        data, scale, _ = quantize(preact.reshape(-1, width), format)
         return [data.view(preact.shape), scale]
 
     def restored(self, ctx: OperationContext, kept: Sequence[Tensor]) -> Tensor:
-        """The input, from what `kept` gave."""
-        if not self.cache_quantized_input:
+        """The input, from what `kept` gave; of blocks in FP32."""
+        format = self.kept_format(ctx)
+        if format is None:
             return kept[0]
         data, scale = kept
-        rows = data.view(-1, data.shape[-1])
-        return dequantize(Quantized(rows, scale), fp8_tensor(), dtype=ctx.preact_dtype).view(data.shape)
+        rows = data.view(-1, data.shape[-1] // self.activation.halves)
+        dtype = ctx.preact_dtype if format.block is None else torch.float32
+        return dequantize(Quantized(rows, scale), format, dtype=dtype).view(data.shape)
 
     def act(self, preact: Tensor, rows: Tensor | None, stays_unrounded: bool) -> Tensor:
         """f(preact)·rows, rounded to preact's dtype; not rounded if the next op quantises it from FP32."""
@@ -160,10 +172,11 @@ class ActivationOperation(BasicOperation):
     ) -> tuple[Tensor, Tensor | None]:
         """(gradient of the input, of `rows`); the first is not rounded if the op before quantises it so."""
         plain = grad.dequantize(torch.float32) if isinstance(grad, QuantizedTensor) else grad
-        dtype = torch.float32 if ctx.grad_is_unrounded else preact.dtype
+        dtype = torch.float32 if ctx.grad_is_unrounded else ctx.preact_dtype
+        rows = None if rows is None else rows.to(ctx.preact_dtype)
         dx, drows = reference.activation_backward(plain, preact, self.activation, rows, need_drows, dtype)
         dx = reference.interleave(dx, self.glu_interleave, -1)
-        return unrounded(dx, preact.dtype) if ctx.grad_is_unrounded else dx, drows
+        return unrounded(dx, ctx.preact_dtype) if ctx.grad_is_unrounded else dx, drows
 
 
 class ScaledActivation(ActivationOperation):

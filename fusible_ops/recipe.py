@@ -13,9 +13,9 @@ backward E4M3 or E5M2; E2M1 in all of NVFP4. Formulas: `cute_kernels.quantizatio
 `fusible_ops.delayed_scaling`.
 
 Recipes are frozen and hash: equal ones share plans. Names, fields, defaults and refused combinations are those of
-`transformer_engine.common.recipe` (2.20), with ValueError where it asserts, and no environment variables. `fp8_dpa` and
-`fp8_mha` are about attention, which is not here, and do nothing. The products always accumulate in FP32, so the
-`fp8_gemm_*` fields do nothing either.
+`transformer_engine.common.recipe` (2.20), with ValueError where it asserts, and no environment variables; but for
+`preactivation`, which is ours. `fp8_dpa` and `fp8_mha` are about attention, which is not here, and do nothing. The
+products always accumulate in FP32, so the `fp8_gemm_*` fields do nothing either.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from patterns.chain import RecipeSpec
 
 ROLES = ("input", "weight", "grad_output")
 BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
+PREACTIVATIONS = ("high_precision", "quantized")
 
 
 class Elements(NamedTuple):
@@ -91,10 +92,15 @@ class Recipe:
 
     backward_override: None: backward runs in low precision. "high_precision": input and weight are kept as they were
     and backward runs in high precision. "dequantized": it runs in high precision on what was quantised in forward.
+    preactivation, of recipes that have it: what activations keep of their input for backward. "high_precision": what
+    they were given. "quantized": each of its halves (gate and linear; its only one) in the row-wise format of an
+    input's elements, about half the bytes. Forward is the same to the last bit; the gradient of the activation, and of
+    its scales, is taken at the values that were kept. Not together with backward_override="high_precision".
     """
 
     fp8_format: Format
     backward_override: str | None
+    preactivation = "high_precision"
 
     def __post_init__(self) -> None:
         for name, field in self.__dataclass_fields__.items():  # type: ignore[attr-defined]
@@ -105,6 +111,12 @@ class Recipe:
             self._refuse("fp8_format", self.fp8_format, "Format.E4M3 or Format.HYBRID: E5M2 is too coarse for forward")
         if self.backward_override not in BACKWARD_OVERRIDES:
             self._refuse("backward_override", self.backward_override, "None, 'high_precision' or 'dequantized'")
+        if self.preactivation not in PREACTIVATIONS:
+            self._refuse("preactivation", self.preactivation, "'high_precision' or 'quantized'")
+        if self.backward_override == "high_precision" and self.preactivation == "quantized":
+            self._refuse(
+                "preactivation", self.preactivation, "'high_precision' with backward_override='high_precision'"
+            )
 
     def __getstate__(self) -> dict[str, object]:
         """The fields alone, without what was worked out from them."""
@@ -123,6 +135,14 @@ class Recipe:
             known = self.__dict__[f"_{role}"] = self._format(role, self.element(role))
         return known
 
+    @property
+    def preactivation_format(self) -> formats.Format | None:
+        """The format in which activations keep their input for backward; None: as it is."""
+        known = self.__dict__.get("_preactivation")
+        if known is None and self.preactivation == "quantized":
+            known = self.__dict__["_preactivation"] = self._format("preactivation", self.element("input"))
+        return known
+
     def _format(self, role: str, element: formats.Element) -> formats.Format:
         raise NotImplementedError
 
@@ -136,7 +156,8 @@ class Recipe:
     def describe(self) -> RecipeSpec:
         """This recipe as plain data, for the rules."""
         facts = {role: self.operand_format(role) for role in ROLES}
-        return RecipeSpec(type(self).__name__, {**facts, "backward_override": self.backward_override})
+        more = {"backward_override": self.backward_override, "preactivation": self.preactivation_format}
+        return RecipeSpec(type(self).__name__, {**facts, **more})
 
     def _refuse(self, field: str, found: object, wanted: str) -> None:
         raise ValueError(f"{type(self).__name__}: {field} is {found!r}, needs {wanted}")
@@ -206,7 +227,7 @@ class Float8BlockScaling(Recipe):
 
     use_f32_scales: any FP32 scale; else powers of two. x_block_scaling_dim, w_block_scaling_dim and
     grad_block_scaling_dim: 1 for blocks of 1x128, 2 for 128x128, of inputs, weights and gradients; no product takes
-    128x128 from both sides.
+    128x128 from both sides. preactivation: see `Recipe`; quantised in blocks of 1x128.
     """
 
     use_f32_scales: bool = False
@@ -220,6 +241,7 @@ class Float8BlockScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+    preactivation: str = "high_precision"
 
     __hash__ = Recipe.__hash__
 
@@ -239,8 +261,12 @@ class Float8BlockScaling(Recipe):
             self._refuse("fp8_dpa or fp8_mha", True, "False: there is no attention in blocks")
 
     def _format(self, role: str, element: formats.Element) -> formats.Format:
-        dims = {"input": self.x_block_scaling_dim, "weight": self.w_block_scaling_dim}
-        return formats.fp8_block(element, dims.get(role, self.grad_block_scaling_dim), not self.use_f32_scales)
+        dims = {
+            "input": self.x_block_scaling_dim,
+            "weight": self.w_block_scaling_dim,
+            "grad_output": self.grad_block_scaling_dim,
+        }
+        return formats.fp8_block(element, dims.get(role, 1), not self.use_f32_scales)
 
 
 @dataclass(frozen=True)
@@ -248,7 +274,7 @@ class MXFP8BlockScaling(Recipe):
     """A power of two for each 32 values: OCP's MX formats.
 
     enable_2d_quantization: one scale for 32x32 of a weight, so that both its orientations hold the same values.
-    margin: 0, as nothing reads it.
+    margin: 0, as nothing reads it. preactivation: see `Recipe`; quantised in blocks of 1x32.
     """
 
     margin: int = 0
@@ -257,6 +283,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+    preactivation: str = "high_precision"
 
     __hash__ = Recipe.__hash__
 

@@ -121,7 +121,8 @@ class OpSpec:
 class RecipeSpec:
     """A quantisation recipe: its name, and its facts, of which any mapping will do.
 
-    Facts: input, weight, grad_output (the `cute_kernels.quantization.formats.Format` of each), backward_override.
+    Facts: input, weight, grad_output (the `cute_kernels.quantization.formats.Format` of each), backward_override,
+    preactivation (the format in which activations keep their input for backward; None: as it is).
     """
 
     name: str

@@ -84,6 +84,7 @@ _ACT = (
 _SAME_GROUPS = same("fc1.num_groups", "fc2.num_groups")
 _FITS = feeds("fc1.out_features", "act.kind", "fc2.in_features")
 _EVEN = even_for_glu("fc1.out_features", "act.kind")
+_PLAIN_PREACT = absent("recipe.preactivation", "preactivation='high_precision'")
 _PLAIN_FC1_BIAS = absent("fc1.scale_bias", "an FC1 bias that is not scaled")
 
 _BF16_FC = one_of("fc.compute_dtype", ("bfloat16",), stage="guard")
@@ -108,6 +109,7 @@ def _sm100_rules() -> tuple[Rule, ...]:
         ("linear", "mlp", (_FITS, _SAME_DTYPE, *_ACT)),
     ):
         for format, recipe in (("mxfp8", _MXFP8), ("nvfp4", _NVFP4)):
+            kept = (_PLAIN_PREACT,) if format == "mxfp8" else ()
             for what, act, kernels in (
                 ("", _GLU, sm100_mlp(format)),
                 ("_any_clamp", _CLAMPED, sm100_mlp(format, any_clamp=True)),
@@ -118,7 +120,7 @@ def _sm100_rules() -> tuple[Rule, ...]:
                 pattern = (slot("fc1", linear), act, slot("fc2", linear))
                 example = examples.SM100[linear, format, what]
                 row = f"{name}{what}_{format}_sm100"
-                made.append(Rule(row, pattern, (*recipe, *guards), PADDED_MLP_SCALED, kernels, example))
+                made.append(Rule(row, pattern, (*recipe, *guards, *kept), PADDED_MLP_SCALED, kernels, example))
     return tuple(made)
 
 
@@ -180,7 +182,16 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="grouped_mlp_fp8",
         pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "grouped_linear")),
-        guards=(*_FP8_BLOCKS, _SAME_GROUPS, _FITS, _SAME_DTYPE, _PLAIN_FC1_BIAS, *_FP8_ACT, _PLAIN_BACKWARD),
+        guards=(
+            *_FP8_BLOCKS,
+            _SAME_GROUPS,
+            _FITS,
+            _SAME_DTYPE,
+            _PLAIN_FC1_BIAS,
+            *_FP8_ACT,
+            _PLAIN_PREACT,
+            _PLAIN_BACKWARD,
+        ),
         program=GROUPED_MLP_FP8,
         kernels=FP8_MLP_KERNELS,
         example=examples.MOE_FP8,
@@ -188,7 +199,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="mlp_fp8",
         pattern=(slot("fc1", "linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "linear")),
-        guards=(*_FP8_BLOCKS, _FITS, _SAME_DTYPE, *_FP8_ACT, _PLAIN_BACKWARD),
+        guards=(*_FP8_BLOCKS, _FITS, _SAME_DTYPE, *_FP8_ACT, _PLAIN_PREACT, _PLAIN_BACKWARD),
         program=GROUPED_MLP_FP8,
         kernels=FP8_MLP_KERNELS,
         example=examples.FFN_FP8,
@@ -230,7 +241,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="grouped_linear_activation_fp8",
         pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, slot("quantize", "quantize")),
-        guards=(*_FP8_BLOCKS, _EVEN, _PLAIN_FC1_BIAS, *_FP8_ACT, _QUANTIZES, _PLAIN_BACKWARD),
+        guards=(*_FP8_BLOCKS, _EVEN, _PLAIN_FC1_BIAS, *_FP8_ACT, _PLAIN_PREACT, _QUANTIZES, _PLAIN_BACKWARD),
         program=LINEAR_ACTIVATION_FP8,
         kernels=FP8_LINEAR_ACT_KERNELS,
         example=examples.MOE_ACTIVATION_QUANTIZE_FP8,
@@ -238,7 +249,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="linear_activation_fp8",
         pattern=(slot("fc1", "linear"), _ACTIVATION, slot("quantize", "quantize")),
-        guards=(*_FP8_BLOCKS, _EVEN, *_FP8_ACT, _QUANTIZES, _PLAIN_BACKWARD),
+        guards=(*_FP8_BLOCKS, _EVEN, *_FP8_ACT, _PLAIN_PREACT, _QUANTIZES, _PLAIN_BACKWARD),
         program=LINEAR_ACTIVATION_FP8,
         kernels=FP8_LINEAR_ACT_KERNELS,
         example=examples.FFN_ACTIVATION_QUANTIZE_FP8,

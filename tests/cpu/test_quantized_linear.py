@@ -362,6 +362,37 @@ def test_cached_input_is_e4m3(activation) -> None:
     assert_bitwise_equal(x.grad, want, "dx")
 
 
+@pytest.mark.parametrize("recipe", [Float8BlockScaling, MXFP8BlockScaling])
+@pytest.mark.parametrize("interleave", [None, 32])
+def test_a_recipe_quantises_what_is_kept_of_an_input(recipe, interleave: int | None) -> None:
+    """Forward is untouched; backward, and the gradient of scales, sees each half of the input in blocks."""
+    recipe = recipe(preactivation="quantized")
+    x, dy = torch.randn(2, 3, 2 * 160).bfloat16().requires_grad_(), torch.randn(2, 3, 160).bfloat16()
+    scales = torch.rand(2, 3).requires_grad_()
+    op, saved = ops.ScaledSwiGLU(glu_interleave_size=interleave), []
+    with autocast(recipe=recipe), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = op(x, scales)
+    assert_bitwise_equal(y.detach(), op(x, scales).detach(), "y")
+    format = recipe.preactivation_format
+    per_half = 160 + -(-160 // format.block[1]) * format.scale.dtype.itemsize
+    assert [t.nbytes for t in saved[:-2]] == [scales.nbytes] and sum(t.nbytes for t in saved[-2:]) == 2 * 6 * per_half
+    y.backward(dy)
+    plain = reference.deinterleave(x.detach(), interleave or 0, -1)
+    kept = torch.cat([hat(half.flatten(0, 1), format).view(half.shape) for half in plain.chunk(2, -1)], -1)
+    rows = scales.detach().bfloat16()
+    dx, dscales = reference.activation_backward(dy, kept, op.activation, rows, True, torch.bfloat16)
+    assert_bitwise_equal(x.grad, reference.interleave(dx, interleave or 0, -1), "dx")
+    assert_bitwise_equal(scales.grad, dscales, "dscales")
+
+
+def test_blocks_of_a_kept_input_must_divide_its_halves() -> None:
+    x, recipe = torch.randn(4, 2 * 48).bfloat16().requires_grad_(), MXFP8BlockScaling(preactivation="quantized")
+    with autocast(recipe=recipe), pytest.raises(ValueError, match=r"SwiGLU.*1x32 needs .* multiple of 32, got 48"):
+        ops.SwiGLU()(x)
+    with autocast(recipe=recipe), torch.no_grad():
+        ops.SwiGLU()(x)  # nothing is kept
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Accuracy
 

@@ -59,9 +59,18 @@ FAST, SPLIT = MMParams(False), MMParams(True)
                 "fp8_gemm_fprop": SPLIT,
                 "fp8_gemm_dgrad": SPLIT,
                 "fp8_gemm_wgrad": SPLIT,
+                "preactivation": "high_precision",
             },
         ),
-        (MXFP8BlockScaling(), {"margin": 0, "fp8_format": Format.E4M3, "enable_2d_quantization": False}),
+        (
+            MXFP8BlockScaling(),
+            {
+                "margin": 0,
+                "fp8_format": Format.E4M3,
+                "enable_2d_quantization": False,
+                "preactivation": "high_precision",
+            },
+        ),
         (
             NVFP4BlockScaling(),
             {
@@ -115,6 +124,33 @@ def test_format_of_each_operand(recipe: Recipe, formats: tuple) -> None:
     assert [recipe.operand_format(role) for role in ROLES] == list(formats)
 
 
+@pytest.mark.parametrize(
+    ("make", "format"),
+    [
+        (Float8BlockScaling, fp8_block()),
+        (
+            lambda **how: Float8BlockScaling(use_f32_scales=True, fp8_format=Format.HYBRID, **how),
+            fp8_block(E4M3, 1, False),
+        ),
+        (lambda **how: Float8BlockScaling(grad_block_scaling_dim=2, w_block_scaling_dim=1, **how), fp8_block()),
+        (lambda **how: MXFP8BlockScaling(enable_2d_quantization=True, **how), mxfp8()),
+    ],
+)
+def test_format_of_a_kept_pre_activation(make, format) -> None:
+    recipe = make(preactivation="quantized")
+    assert recipe.preactivation_format == recipe.describe().facts["preactivation"] == format
+    assert make().preactivation_format is None and make() != recipe and hash(make()) != hash(recipe)
+    again = pickle.loads(pickle.dumps(recipe))
+    assert again == recipe and again.preactivation_format == format
+
+
+@pytest.mark.parametrize("make", [DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling])
+def test_other_recipes_keep_no_quantised_pre_activation(make) -> None:
+    with pytest.raises(TypeError, match="preactivation"):
+        make(preactivation="quantized")
+    assert make().preactivation_format is None
+
+
 def test_largest_elements() -> None:
     largest = {f.name: (f.value.max_fwd, f.value.max_bwd) for f in Format}
     assert largest == {"E2M1": (6, 6), "E4M3": (448, 448), "E5M2": (57344, 57344), "HYBRID": (448, 57344)}
@@ -165,6 +201,14 @@ def test_recipes_are_data() -> None:
         (lambda: NVFP4BlockScaling(row_scaled_activation=True), "row_scaled_activation is True, needs False"),
         (lambda: NVFP4BlockScaling(nvfp4_4over6="all"), "nvfp4_4over6 is 'all', needs 'none'"),
         (lambda: NVFP4BlockScaling(backward_override=1), "backward_override is 1, needs None"),
+        (
+            lambda: MXFP8BlockScaling(preactivation="fp8"),
+            "preactivation is 'fp8', needs 'high_precision' or 'quantized'",
+        ),
+        (
+            lambda: Float8BlockScaling(preactivation="quantized", backward_override="high_precision"),
+            "preactivation is 'quantized', needs 'high_precision' with backward_override='high_precision'",
+        ),
         (lambda: MMParams(None), "use_split_accumulator is None, needs a bool"),
         (lambda: DelayedScaling(amax_compute_algo="mean"), "amax_compute_algo is 'mean', needs 'max', 'most_recent'"),
         (lambda: Float8CurrentScaling(backward_override="none"), "backward_override is 'none', needs None, 'high_pre"),
