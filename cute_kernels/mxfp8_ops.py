@@ -10,7 +10,8 @@ from torch import Tensor
 
 from cute_kernels import mxfp8_reference
 from cute_kernels.activation import Activation
-from cute_kernels.mxfp8_reference import Mxfp8Copies, Mxfp8Weights, stored_shapes
+from cute_kernels.mxfp8_reference import Mxfp8Copies, Mxfp8Weights, kept_shapes, stored_shapes
+from cute_kernels.quantization.quantize import Quantized, parts_of, whole_of
 from cute_kernels.registry import (
     MARGIN,
     Pick,
@@ -20,7 +21,6 @@ from cute_kernels.registry import (
     of_module,
     plain,
     register,
-    with_activation,
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -40,6 +40,24 @@ def _weights(name: str, pick: Pick) -> Callable:
     def run(weights, columnwise, square, **sharing):
         rows, columns = pick(name)(weights, columnwise, square, **sharing)
         return none_as_empty((rows, None if square else columns), rows)
+
+    return run
+
+
+def _gemm_act(name: str, pick: Pick) -> Callable:
+    def run(x, weights, offsets, activation, *args, **sharing):
+        act, preact = pick(name)(x, weights, offsets, Activation.decode(activation), *args, **sharing)
+        return none_as_empty((act, *parts_of(preact)), x)
+
+    return run
+
+
+def _gemm_dact(name: str, pick: Pick) -> Callable:
+    def run(dy, weights, offsets, preact, preact_scale, activation, *args, **sharing):
+        kept = whole_of(preact, preact_scale)
+        return none_as_empty(
+            pick(name)(dy, weights, offsets, kept, Activation.decode(activation), *args, **sharing), dy
+        )
 
     return run
 
@@ -64,10 +82,15 @@ def _fake_quantize_weight(weights, columnwise, square):
     return none_as_empty((first.new_empty(shape), first.new_empty(shape) if columnwise and not square else None), first)
 
 
-def _fake_gemm_act(x, weights, offsets, activation, bias, probs, glu_interleave, save_preact):
-    rows, columns = x.shape[0], weights[0].shape[-2]
-    act = x.new_empty(rows, columns // Activation.decode(activation).halves)
-    return none_as_empty((act, x.new_empty(rows, columns) if save_preact else None), x)
+def _fake_gemm_act(x, weights, offsets, activation, bias, probs, glu_interleave, save_preact, quantize_preact):
+    rows, columns, halves = x.shape[0], weights[0].shape[-2], Activation.decode(activation).halves
+    act = x.new_empty(rows, columns // halves)
+    preact = scale = None
+    if save_preact:
+        preact = x.new_empty(rows, columns, dtype=torch.float8_e4m3fn if quantize_preact else x.dtype)
+    if save_preact and quantize_preact:
+        scale = x.new_empty(kept_shapes(rows, columns, halves)[1], dtype=torch.float8_e8m0fnu)
+    return none_as_empty((act, preact, scale), x)
 
 
 def _fake_gemm_dact(
@@ -75,6 +98,7 @@ def _fake_gemm_dact(
     weights,
     offsets,
     preact,
+    preact_scale,
     activation,
     probs,
     rowwise,
@@ -85,7 +109,7 @@ def _fake_gemm_dact(
     glu_interleave,
 ):
     rows = dy.shape[0]
-    copies = (torch.empty_like(preact) if wanted else None for wanted in (rowwise, columnwise))
+    copies = (dy.new_empty(preact.shape) if wanted else None for wanted in (rowwise, columnwise))
     act = dy.new_empty(rows, weights[0].shape[-1]) if need_act else None
     dprobs = dy.new_empty(rows, dtype=torch.float32) if need_dprobs else None
     shape = offsets.shape[0] - 1, preact.shape[1]
@@ -113,15 +137,16 @@ _OPERATORS = (
     ),
     (
         "mxfp8_grouped_gemm_act(Tensor x, Tensor[] weights, Tensor offsets, str activation, Tensor? bias, "
-        f"Tensor? probs, int glu_interleave, bool save_preact, {_SHARING}) -> (Tensor, Tensor)",
-        with_activation,
+        f"Tensor? probs, int glu_interleave, bool save_preact, bool quantize_preact, {_SHARING}) "
+        "-> (Tensor, Tensor, Tensor)",
+        _gemm_act,
         _fake_gemm_act,
     ),
     (
-        "mxfp8_grouped_gemm_dact(Tensor dy, Tensor[] weights, Tensor offsets, Tensor preact, str activation, "
-        "Tensor? probs, bool rowwise, bool columnwise, bool need_act, bool need_dprobs, bool need_dbias, "
-        f"int glu_interleave, {_SHARING}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-        with_activation,
+        "mxfp8_grouped_gemm_dact(Tensor dy, Tensor[] weights, Tensor offsets, Tensor preact, Tensor? preact_scale, "
+        "str activation, Tensor? probs, bool rowwise, bool columnwise, bool need_act, bool need_dprobs, "
+        f"bool need_dbias, int glu_interleave, {_SHARING}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _gemm_dact,
         _fake_gemm_dact,
     ),
 )
@@ -171,19 +196,22 @@ def mxfp8_grouped_gemm_act(
     probs: Tensor | None = None,
     glu_interleave: int = 0,
     save_preact: bool = True,
+    quantize_preact: bool = False,
     **sharing: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Quantized | None]:
     """`mxfp8_reference.mxfp8_grouped_gemm_act`; kernels leave the tail of both results undefined."""
-    operands = (x, weights, offsets, activation.encode(), bias, probs, glu_interleave)
-    act, preact = _OPS.mxfp8_grouped_gemm_act(*operands, save_preact, **sharing)
-    return act, empty_as_none(preact, save_preact)
+    operands = (x, weights, offsets, activation.encode(), bias, probs, glu_interleave, save_preact, quantize_preact)
+    act, preact, scale = _OPS.mxfp8_grouped_gemm_act(*operands, **sharing)
+    if not save_preact:
+        return act, None
+    return act, whole_of(preact, scale if quantize_preact else None)
 
 
 def mxfp8_grouped_gemm_dact(
     dy: Tensor,
     weights: Sequence[Tensor],
     offsets: Tensor,
-    preact: Tensor,
+    preact: Tensor | Quantized,
     activation: Activation,
     probs: Tensor | None = None,
     rowwise: bool = True,
@@ -196,7 +224,7 @@ def mxfp8_grouped_gemm_dact(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """`mxfp8_reference.mxfp8_grouped_gemm_dact`; kernels leave the tail of all but dprobs undefined."""
     wanted = (rowwise, columnwise, need_act, need_dprobs, need_dbias)
-    operands = (dy, weights, offsets, preact, activation.encode(), probs)
+    operands = (dy, weights, offsets, *parts_of(preact), activation.encode(), probs)
     parts = _OPS.mxfp8_grouped_gemm_dact(*operands, *wanted, glu_interleave, **sharing)
     rows, columns, act, dprobs, dbias = (empty_as_none(t, w) for t, w in zip(parts, wanted, strict=True))
     return rows, columns, act, dprobs, dbias

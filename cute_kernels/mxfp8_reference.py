@@ -13,10 +13,11 @@ scales and rounding are those of `quantization.quantize`.
 | rows `[T, K]` bf16 | x in blocks of 1x32 |
 | columns `[T, K]` bf16 | x in blocks of 32x1 from each group's first row on, the last filled up with zeros |
 | data `[P, K]`, scale `[P/32, ru(K, 128)]` | the same in E4M3 and E8M0 |
+| data `[T, N]`, scale `[T, h ⌈N/32h⌉₄]` | a `Quantized`: a pre-activation of h halves in blocks of 1x32, likewise |
 
-The last is `quantization.stored`'s order: group g begins at row padded[g] of data, P = `padded_rows(T, G)`.
-Rows of no group may hold anything and count as zeros; those of rows and columns, and what lies past padded[G], are
-undefined. `offsets` and `padded` are int32 `[G+1]`, as `padded_group_offsets` gives them. `weights` as in `reference`.
+The third is `quantization.stored`'s order: group g begins at row padded[g] of data, P = `padded_rows(T, G)`.
+Rows of no group may hold anything and count as zeros; those of results, and what lies past padded[G], are undefined.
+`offsets` and `padded` are int32 `[G+1]`, as `padded_group_offsets` gives them. `weights` as in `reference`.
 """
 
 from __future__ import annotations
@@ -64,6 +65,11 @@ def stored_shapes(rows: int, groups: int, columns: int) -> tuple[tuple[int, int]
     return (padded, columns), storage_shape(FORMAT, padded, columns, columnwise=True)
 
 
+def kept_shapes(rows: int, columns: int, halves: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shapes of data and scale of a kept pre-activation [rows, columns]: of each half's scales four are a word."""
+    return (rows, columns), (rows, halves * -(-columns // halves // (4 * BLOCK)) * 4)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Quantise
 
@@ -109,6 +115,27 @@ def mxfp8_quantize_weight(weights: Sequence[Tensor], columnwise: bool = True, sq
     return Mxfp8Weights(rows, rows if square else values(True))
 
 
+def kept(preact: Tensor, halves: int) -> Quantized:
+    """A pre-activation [T, N] bf16 as it is kept."""
+    (rows, columns), (data, scale, _) = preact.shape, quantize(preact, FORMAT)
+    filled = scale.new_zeros(kept_shapes(rows, columns, halves)[1])
+    filled.view(*_by_half(filled, halves))[..., : scale.shape[1] // halves] = scale.view(*_by_half(scale, halves))
+    return Quantized(data, filled)
+
+
+def kept_values(preact: Tensor | Quantized, halves: int) -> Tensor:
+    """FP32 [T, N]: the values of a pre-activation, kept quantised or not."""
+    if isinstance(preact, Tensor):
+        return preact.float()
+    blocks = preact.data.shape[1] // halves // BLOCK
+    scale = preact.scale.view(*_by_half(preact.scale, halves))[..., :blocks].flatten(1)
+    return dequantize(Quantized(preact.data, scale), FORMAT)
+
+
+def _by_half(scale: Tensor, halves: int) -> tuple[int, int, int]:
+    return scale.shape[0], halves, scale.shape[1] // halves
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Products
 
@@ -122,23 +149,27 @@ def mxfp8_grouped_gemm_act(
     probs: Tensor | None = None,
     glu_interleave: int = 0,
     save_preact: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+    quantize_preact: bool = False,
+) -> tuple[Tensor, Tensor | Quantized | None]:
     """`reference.grouped_gemm_act`, but act = f(preact)·p is the rows copy of its FP32 value, not that rounded to bf16.
 
     x and weights hold MXFP8 values. glu_interleave: 0 or a multiple of 32, so that blocks are of gate or of up.
+    quantize_preact: the pre-activation is given quantised, from its BF16 values; act is formed from those.
     """
     preact = reference.deinterleave(reference.grouped_gemm(x, weights, offsets, bias), glu_interleave, 1)
     act = reference.activation_forward(preact, activation, probs, torch.float32)
     rows = mxfp8_quantize(act, offsets, offsets, columnwise=False).rows
     assert rows is not None
-    return rows, preact if save_preact else None
+    if not save_preact:
+        return rows, None
+    return rows, kept(preact, activation.halves) if quantize_preact else preact
 
 
 def mxfp8_grouped_gemm_dact(
     dy: Tensor,
     weights: Sequence[Tensor],
     offsets: Tensor,
-    preact: Tensor,
+    preact: Tensor | Quantized,
     activation: Activation,
     probs: Tensor | None = None,
     rowwise: bool = True,
@@ -150,17 +181,17 @@ def mxfp8_grouped_gemm_dact(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """`reference.grouped_gemm_dact`, but gradient and activation are not rounded to bf16, only through MXFP8.
 
-    dy and weights hold MXFP8 values. Returns (rows copy of dpreact, its columns copy, the columns copy of act·p,
-    dprobs FP32 [T], sums of dpreact's rows FP32 [G, N], in the order of a bias that glu_interleave gives), each None if
-    not asked for.
+    dy and weights hold MXFP8 values; preact is as it was kept, which may be quantised. Returns (rows copy of dpreact,
+    its columns copy, the columns copy of act·p, dprobs FP32 [T], sums of dpreact's rows FP32 [G, N], in the order of a
+    bias that glu_interleave gives), each None if not asked for.
     """
     grad = reference.grouped_gemm_dgrad(dy.float(), [w.float() for w in weights], offsets)
-    p = None if probs is None else probs.to(preact.dtype)
-    dpreact, dprobs = reference.dact(grad, preact.float(), offsets, p, activation, need_dprobs)
+    p, values = None if probs is None else probs.to(dy.dtype), kept_values(preact, activation.halves)
+    dpreact, dprobs = reference.dact(grad, values, offsets, p, activation, need_dprobs)
     copies = mxfp8_quantize(dpreact, offsets, offsets, rowwise, columnwise)
     act = None
     if need_act:
-        value = reference.activation_forward(preact, activation, probs, torch.float32)
+        value = reference.activation_forward(values, activation, p)
         act = mxfp8_quantize(value, offsets, offsets, rowwise=False).columns
     dbias = reference.grouped_dbias(dpreact, offsets, None, glu_interleave) if need_dbias else None
     return copies.rows, copies.columns, act, dprobs, dbias

@@ -128,6 +128,18 @@ def as_if_on(arch: str) -> Iterator[None]:
 
 
 @contextmanager
+def formed_from_kept(op: ops.FusibleOperation) -> Iterator[None]:
+    """The activation's result, too, is formed from what it keeps of its input."""
+
+    def plain_input(ctx, x: Tensor) -> Tensor:
+        preact = type(op).plain_input(op, ctx, x)
+        return op.restored(ctx, op.kept(ctx, preact)).to(preact.dtype)
+
+    with mock.patch.object(op, "plain_input", plain_input):
+        yield
+
+
+@contextmanager
 def no_host_sync(device: str) -> Iterator[None]:
     """On CUDA, any wait of the host for the device that PyTorch knows of raises RuntimeError."""
     if device != "cuda":

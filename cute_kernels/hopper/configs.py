@@ -93,8 +93,9 @@ class Options:
     keeps: the optional result is wanted (preact of "act", act of "dact"). has_dprobs: "dact" only.
     dynamic: tiles are taken through a counter (see `tickets`). zeroes_later: "act" zeroes the tail of a later result.
     mxfp8: act (of "act" and "dact") and dpreact go through MXFP8. rowwise, columnwise: the copies of dpreact wanted;
-    has_dbias: and its sums. two_level: sums are multiplied by what is left of NVFP4 operands' second level, and the
-    largest magnitudes of act or dpreact are left; rotates: those of its rotated transpose too.
+    has_dbias: and its sums. quantized_preact: "act" leaves and "dact" reads a pre-activation in MXFP8. two_level: sums
+    are multiplied by what is left of NVFP4 operands' second level, and the largest magnitudes of act or dpreact are
+    left; rotates: those of its rotated transpose too.
     """
 
     kind: str
@@ -116,6 +117,7 @@ class Options:
     rowwise: bool = True
     columnwise: bool = True
     has_dbias: bool = False
+    quantized_preact: bool = False
     two_level: bool = False
     rotates: bool = False
 

@@ -35,7 +35,7 @@ import cutlass.cute as cute
 import cutlass.memory as cutlass_memory
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
@@ -47,6 +47,7 @@ from cute_kernels.hopper.epilogues.activation import Activate
 from cute_kernels.hopper.epilogues.dactivation import Differentiate
 from cute_kernels.hopper.epilogues.mxfp8_activation import ActivateMxfp8
 from cute_kernels.hopper.epilogues.mxfp8_dactivation import DifferentiateMxfp8
+from cute_kernels.hopper.epilogues.mxfp8_kept import ActivateKept, DifferentiateKept
 from cute_kernels.hopper.epilogues.store import Store
 from cute_kernels.hopper.nvfp4_alpha import fake_amaxes, scale_sums
 from cute_kernels.hopper.operand_views import partition, rows_view, weight_view
@@ -125,7 +126,7 @@ class GroupedGemm:
         atom_e, tma_e = None, None
         if const_expr(self.epilogue.fetched > 0):
             saved = rows_view(self.epilogue.Args(*epilogue_args).preact, self.epilogue.preact.halves)
-            one = cute.slice_(epilogue.staging_layout(1, self.dtype), (None, None, 0))
+            one = cute.slice_(epilogue.staging_layout(1, saved.element_type), (None, None, 0))
             atom_e, tma_e = cpasync.make_tiled_tma_atom(load, saved, one, (epilogue.ROWS, epilogue.COLS))
         sinks = [epilogue.make_sink(*sink) for sink in self.epilogue.sinks(self.epilogue.Args(*epilogue_args))]
         sinks += [(None, None)] * (3 - len(sinks))
@@ -401,10 +402,11 @@ def make_epilogue(options: Options):
         return Store(cut, config.pieces, options.zero_tail)
     if options.kind == "act":
         blocks = options.glu_interleave, options.preact_interleave
-        activate = ActivateMxfp8 if options.mxfp8 else Activate
+        activate = (ActivateKept if options.quantized_preact else ActivateMxfp8) if options.mxfp8 else Activate
         return activate(options.activation, cut, config.pieces, *blocks, options.zero_tail)
     if options.mxfp8:
-        return DifferentiateMxfp8(options.activation, cut, options.rowwise, options.columnwise, options.keeps)
+        differentiate = DifferentiateKept if options.quantized_preact else DifferentiateMxfp8
+        return differentiate(options.activation, cut, options.rowwise, options.columnwise, options.keeps)
     return Differentiate(options.activation, cut, options.preact_interleave, options.keeps, options.zero_tail)
 
 
@@ -434,9 +436,12 @@ def fake_epilogue(options: Options, rows, columns) -> tuple:
         amaxes = tuple(vector(Float32, cute.sym_int()) if wanted else None for wanted in (True, options.rotates))
     if options.kind == "act":
         act = matrix(dtype, rows, eights())
+        if options.quantized_preact:
+            data, scales = fake_kept(rows, cute.sym_int(divisibility=32))
+            return act, data, bias, factor, scales
         later = matrix(dtype, rows, eights()) if options.zeroes_later else None
         return act, matrix(dtype, rows, columns) if options.keeps else None, bias, factor, later, *amaxes
-    pre = eights()
+    pre = cute.sym_int(divisibility=32) if options.quantized_preact else eights()
     act = matrix(dtype, rows, columns) if options.keeps else None
     partial = None
     if options.has_dprobs:
@@ -445,8 +450,14 @@ def fake_epilogue(options: Options, rows, columns) -> tuple:
         copies = (matrix(dtype, rows, pre) if wanted else None for wanted in (options.rowwise, options.columnwise))
         sums = matrix(Float32, cute.sym_int(), pre) if options.has_dbias else None
         offsets = vector(Int32, cute.sym_int())
-        return *copies, act, partial, strided_rows(dtype, rows, pre), factor, sums, offsets
+        preact, scales = fake_kept(rows, pre) if options.quantized_preact else (strided_rows(dtype, rows, pre), None)
+        return *copies, act, partial, preact, factor, sums, offsets, scales
     return matrix(dtype, rows, pre), act, partial, strided_rows(dtype, rows, pre), factor, *amaxes
+
+
+def fake_kept(rows, columns):
+    """(data, scales) of a pre-activation in MXFP8."""
+    return matrix(Float8E4M3FN, rows, columns), matrix(Uint8, rows, cute.sym_int(divisibility=4))
 
 
 def eights():

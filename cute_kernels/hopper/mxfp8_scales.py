@@ -108,6 +108,21 @@ def elements(words, encode, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def wide_values(pair, factor, *, loc=None, ip=None):
+    """Two E4M3 bytes, the lower ones of a word, times a factor in FP32."""
+    operands = [Uint32(pair).ir_value(loc=loc, ip=ip), Float32(factor).ir_value(loc=loc, ip=ip)]
+    text = f"""{{ {_REGISTERS}
+        mov.b32 {{pair, none}}, $2;
+        cvt.rn.f16x2.e4m3x2 word, pair;
+        mov.b32 {{low, high}}, word;
+        cvt.f32.f16 x0, low; cvt.f32.f16 x1, high;
+        mul.rn.f32 $0, x0, $3; mul.rn.f32 $1, x1, $3; }}"""
+    both = llvm.StructType.get_literal([T.f32()] * 2)
+    found = _asm(both, operands, text, "=&f,=f,r,f", loc, ip)
+    return [Float32(llvm.extractvalue(T.f32(), found, [i], loc=loc, ip=ip)) for i in range(2)]
+
+
+@dsl_user_op
 def values_of(word, upper: bool, decode, *, loc=None, ip=None):
     """The lower or upper two of four E4M3 bytes as a word of two BF16 values, with a scale each."""
     operands = [Uint32(word).ir_value(loc=loc, ip=ip), *(Float32(x).ir_value(loc=loc, ip=ip) for x in decode)]

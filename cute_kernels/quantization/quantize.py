@@ -31,7 +31,7 @@ Source: Transformer Engine 2.20, `common/recipe/recipe_common.cuh` and `common/c
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -64,6 +64,20 @@ class Quantized(NamedTuple):
     data: Tensor
     scale: Tensor
     amax: Tensor | None = None
+
+
+@overload
+def parts_of(kept: None) -> tuple[None, None]: ...
+@overload
+def parts_of(kept: Tensor | Quantized) -> tuple[Tensor, Tensor | None]: ...
+def parts_of(kept: Tensor | Quantized | None) -> tuple[Tensor | None, Tensor | None]:
+    """(data, scale) of a tensor that may be kept quantised; of a plain one itself and None."""
+    return (kept.data, kept.scale) if isinstance(kept, Quantized) else (kept, None)
+
+
+def whole_of(data: Tensor, scale: Tensor | None) -> Tensor | Quantized:
+    """The inverse of `parts_of`."""
+    return data if scale is None else Quantized(data, scale)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class GroupedMLPFp8(QuantizedMLP):
     """
 
     def keeps(self) -> dict[int, int]:
-        return {2: self.act.at, 6: 0, 7: 0, 8: self.fc2.at, 9: self.fc2.at}
+        return {2: self.act.at, 3: self.act.at, 7: 0, 8: 0, 9: self.fc2.at, 10: self.fc2.at}
 
     def products(self, call: Forward) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
         ctxs, recipe, kernels, records = call.ctxs, call.recipe, call.kernels, call.records

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from cute_kernels.quantization.quantize import Quantized
 from fusible_ops.fused.fp8_parts import plain_rows
 from fusible_ops.fused.mxfp8_parts import copies_of, kept_of_weights, put_grads, weights_in_backward, weights_of
 from fusible_ops.fused.parts import interleaves
@@ -17,7 +18,8 @@ class GroupedMLPMxfp8(QuantizedMLP):
     """A `QuantizedMLP` under `MXFP8BlockScaling`.
 
     What products read are BF16 tensors that hold MXFP8 values, which they multiply exactly. Kept for backward are x,
-    quantised down its tokens, and the pre-activation in BF16; the activation is computed again.
+    quantised down its tokens, and the pre-activation, in BF16 or quantised along its rows; from what was kept the
+    activation is computed again for the second weight's gradient.
     Forward: quantise x; product + activation (× probs) + quantise; product (+ bias).
     Backward: quantise dy in both directions; product + activation gradient + quantise, of dpreact in both directions
     and of the recomputed activation (with the gradients of probs and bias); the values of x; two weight gradients; the
@@ -29,9 +31,9 @@ class GroupedMLPMxfp8(QuantizedMLP):
         _, self.block = interleaves(self.fc1, self.act)
 
     def keeps(self) -> dict[int, int]:
-        return {2: self.act.at, 6: 0, 7: 0}
+        return {2: self.act.at, 3: self.act.at, 7: 0, 8: 0}
 
-    def products(self, call: Forward) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
+    def products(self, call: Forward) -> tuple[Tensor, Tensor | Quantized | None, Sequence[Tensor | None]]:
         ctxs, recipe, kernels, records = call.ctxs, call.recipe, call.kernels, call.records
         offsets = call.groups.offsets
         # The second weight's gradient, too, needs the activation, and so what the input's needs.
@@ -50,6 +52,7 @@ class GroupedMLPMxfp8(QuantizedMLP):
             call.probs,
             glu_interleave=self.block,
             save_preact=goes_back,
+            quantize_preact=recipe.preactivation_format is not None,
         )
         y = kernels.grouped_gemm(act, [w2.rows], offsets, call.biases[1], call.scales)
         kept = (kept_of_weights(fc, ctxs, w) for fc, w in ((self.fc1, w1), (self.fc2, w2)))

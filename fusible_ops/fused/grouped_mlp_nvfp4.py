@@ -40,7 +40,7 @@ class GroupedMLPNvfp4(QuantizedMLP):
         _, self.block = interleaves(self.fc1, self.act)
 
     def keeps(self) -> dict[int, int]:
-        return {2: self.act.at, 6: 0, 7: 0, 9: self.fc2.at, 10: self.fc2.at}
+        return {2: self.act.at, 3: self.act.at, 7: 0, 8: 0, 10: self.fc2.at, 11: self.fc2.at}
 
     def products(self, call: Forward) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
         ctxs, recipe, kernels, records = call.ctxs, call.recipe, call.kernels, call.records

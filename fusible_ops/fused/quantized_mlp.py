@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.quantization.quantize import Quantized, parts_of, whole_of
 from fusible_ops.basic import Quantize
 from fusible_ops.fused.fp8_parts import padded_groups, plain_rows
 from fusible_ops.fused.parts import (
@@ -61,7 +62,7 @@ class Backward(NamedTuple):
     padded: Tensor
     recipe: Recipe
     kernels: Any
-    preact: Tensor | None
+    preact: Tensor | Quantized | None
     probs: Tensor | None
     scales: Tensor | None
     kept: list[Tensor | None]
@@ -91,8 +92,8 @@ class QuantizedMLP(FusedOperation):
         self.unfused = Unfused([linears[0], *ops[at : self.fc2.at], linears[1]])
 
     @abstractmethod
-    def products(self, call: Forward) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
-        """(y [T, N], the pre-activation if backward needs it, what else it needs)."""
+    def products(self, call: Forward) -> tuple[Tensor, Tensor | Quantized | None, Sequence[Tensor | None]]:
+        """(y [T, N], the pre-activation as it is kept if backward needs it, what else it needs)."""
 
     @abstractmethod
     def gradients(self, call: Backward) -> tuple[Tensor | None, Tensor | None]:
@@ -137,7 +138,7 @@ class QuantizedMLP(FusedOperation):
             ctx.probs_shape = None if probs is None else probs.shape
             ctx.scales_shape = None if scales is None else scales.shape
             kept_bias = biases[1] if self.fc2.wants_dscales(ctxs) else None
-            ctx.save_for_backward(groups.offsets, padded, preact, rows, factors, kept_bias, *kept)
+            ctx.save_for_backward(groups.offsets, padded, *parts_of(preact), rows, factors, kept_bias, *kept)
         return like_rows_of(y, input_), [()] * len(ctxs)
 
     def fuser_backward(
@@ -148,7 +149,9 @@ class QuantizedMLP(FusedOperation):
         if not ctx.same_splits:
             return self.unfused.backward(ctxs, grad_output, grads, extra_grads), grads, extra_grads
         assert ctx.recipe is not None
-        offsets, padded, preact, rows, factors, bias2, *kept = ctx.take_saved()
+        offsets, padded, data, scale, rows, factors, bias2, *kept = ctx.take_saved()
+        preact = whole_of(data, scale)
+        del data, scale
         if self.fc2.wants_dscales(ctxs):
             dscales = ctx.kernels.grouped_dscale(plain_rows(grad_output), bias2, offsets)
             extra_grads[self.fc2.at] = [None, viewed(dscales, ctx.scales_shape)]

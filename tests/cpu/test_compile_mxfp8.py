@@ -61,6 +61,29 @@ CASES = {
     "dact_small_gelu_sums": options("dact", (64, 64), Activation("gelu"), has_dbias=True),
     "dact_without_act": options("dact", (128, 128), SWIGLU, keeps=False, **GRADIENTS),
     "dact_act_alone": options("dact", (128, 128), SWIGLU, rowwise=False, columnwise=False),
+    "act_kept": options("act", (128, 192), SWIGLU, factor="float32", quantized_preact=True),
+    "act_kept_everything": options(
+        *("act", (128, 192), CLAMPED),
+        **{"has_bias": True, "factor": "float32", "glu_interleave": 32, "separate": True, "dynamic": True},
+        quantized_preact=True,
+    ),
+    "act_kept_low": options("act", (64, 128), SWIGLU, factor="bfloat16", quantized_preact=True),
+    "act_kept_small_srelu": options("act", (64, 64), Activation("srelu"), quantized_preact=True),
+    "dact_kept": options("dact", (128, 128), SWIGLU, quantized_preact=True, **GRADIENTS),
+    "dact_kept_clamped": options("dact", (128, 128), CLAMPED, quantized_preact=True, dynamic=True, **GRADIENTS),
+    "dact_kept_geglu": options("dact", (128, 128), Activation("geglu"), quantized_preact=True, **GRADIENTS),
+    "dact_kept_gelu": options("dact", (128, 128), Activation("gelu"), quantized_preact=True, **GRADIENTS),
+    "dact_kept_low": options("dact", (64, 128), SWIGLU, quantized_preact=True, **GRADIENTS),
+    "dact_kept_small_srelu": options("dact", (64, 64), Activation("srelu"), quantized_preact=True, **GRADIENTS),
+    "dact_kept_rows_alone": options(
+        "dact", (128, 128), SWIGLU, columnwise=False, keeps=False, quantized_preact=True, **GRADIENTS
+    ),
+    "dact_kept_low_clamped_sums": options(
+        "dact", (64, 128), CLAMPED, has_dbias=True, separate=True, dynamic=True, quantized_preact=True, **GRADIENTS
+    ),
+    "dact_kept_act_alone": options(
+        "dact", (128, 128), SWIGLU, rowwise=False, columnwise=False, quantized_preact=True, **GRADIENTS
+    ),
     "dact_sums_alone": options("dact", (128, 128), SWIGLU, rowwise=False, columnwise=False, keeps=False, **GRADIENTS),
 }
 

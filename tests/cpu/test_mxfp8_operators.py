@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from cute_kernels import mxfp8_reference, ops
 from cute_kernels.activation import Activation
 from cute_kernels.fp8_reference import padded_group_offsets
 from cute_kernels.hopper.configs import DACT_MXFP8, DACT_MXFP8_SUMS, SMEM_BYTES, TILES, choose, deepest
+from cute_kernels.quantization.quantize import Quantized, parts_of
 from fusible_ops.sharing import BOUNDED, COUNTED
 from tests.cases import SPLITS, Splits
 from tests.compare import assert_bitwise_equal
@@ -22,16 +24,21 @@ SWIGLU, SRELU = Activation("swiglu"), Activation("srelu")
 X, DY = torch.randn(T, K).bfloat16(), torch.randn(T, K).bfloat16()
 W1, W2 = torch.randn(3, N, K).bfloat16(), torch.randn(3, K, WIDTH).bfloat16()
 PREACT, PROBS = torch.randn(T, N).bfloat16(), torch.rand(T)
+KEPT = mxfp8_reference.kept(PREACT, 2)
 STORED = mxfp8_reference.mxfp8_quantize(X, OFFSETS, PADDED, stored=True)[2:]
 CALLS = {
     "mxfp8_quantize": (X, OFFSETS, PADDED, True, True, True),
     "mxfp8_dequantize": (*STORED, OFFSETS, PADDED, T),
     "mxfp8_quantize_weight": ([*W1.unbind(0)], True, False),
-    "mxfp8_grouped_gemm_act": (X, [W1], OFFSETS, SWIGLU.encode(), torch.randn(3, N).bfloat16(), PROBS, 32, True),
+    "mxfp8_grouped_gemm_act": (X, [W1], OFFSETS, SWIGLU.encode(), torch.randn(3, N).bfloat16(), PROBS, 32, True, False),
     "mxfp8_grouped_gemm_dact": (
-        *(DY, [*W2.unbind(0)], OFFSETS, PREACT, SWIGLU.encode(), PROBS),
+        *(DY, [*W2.unbind(0)], OFFSETS, PREACT, None, SWIGLU.encode(), PROBS),
         *(True, True, True, True, True, 32),
     ),
+}
+QUANTISED = {
+    "mxfp8_grouped_gemm_act": (*CALLS["mxfp8_grouped_gemm_act"][:-1], True),
+    "mxfp8_grouped_gemm_dact": (DY, [W2], OFFSETS, *KEPT[:2], *CALLS["mxfp8_grouped_gemm_dact"][5:]),
 }
 
 
@@ -41,9 +48,10 @@ def test_operator_is_well_formed(name: str) -> None:
     operator = getattr(torch.ops.fusible_ops, name).default
     shares = {"sm_margin": 4, **({"counter": torch.zeros(1, dtype=torch.int32)} if name in COUNTED else {})}
     assert name in BOUNDED and list(shares) == [a.name for a in operator._schema.arguments if a.kwarg_only]
-    for how in ({}, shares):
-        torch.library.opcheck(operator, CALLS[name], how, test_utils=("test_faketensor",))
-        operator(*CALLS[name], **how)
+    for calls, how in itertools.product((CALLS, QUANTISED), ({}, shares)):
+        if name in calls:
+            torch.library.opcheck(operator, calls[name], how, test_utils=("test_faketensor",))
+            operator(*calls[name], **how)
 
 
 def bits(t: Tensor) -> Tensor:
@@ -51,23 +59,31 @@ def bits(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.element_size() == 1 else t
 
 
+def flat(results: tuple) -> list[Tensor]:
+    """The tensors of results that may be quantised or None."""
+    parts = (t for result in results for t in parts_of(result))
+    return [t for t in parts if t is not None]
+
+
 @pytest.mark.parametrize("flags", [(True, True, True), (True, False, False), (False, True, True)], ids=str)
 @pytest.mark.parametrize("activation", [SWIGLU, SRELU], ids=lambda activation: activation.kind)
 def test_cpu_tensors_get_the_reference(flags: tuple[bool, bool, bool], activation: Activation) -> None:
     """Every function, whatever is asked for; what is not is None."""
     preact = PREACT[:, : WIDTH * activation.halves].contiguous()
+    kept = mxfp8_reference.kept(preact, activation.halves)
     calls: tuple[Callable, ...] = (
         lambda m: m.mxfp8_quantize(X, OFFSETS, PADDED, *flags),
         lambda m: m.mxfp8_quantize_weight([W1], *flags[:2]),
         lambda m: m.mxfp8_grouped_gemm_act(X, [W1], OFFSETS, activation, None, PROBS, save_preact=flags[1]),
         lambda m: m.mxfp8_grouped_gemm_dact(DY, [W2], OFFSETS, preact, activation, PROBS, *flags, *flags[1:2] * 2),
+        lambda m: m.mxfp8_grouped_gemm_act(X, [W1], OFFSETS, activation, None, PROBS, 0, flags[1], True),
+        lambda m: m.mxfp8_grouped_gemm_dact(DY, [W2], OFFSETS, kept, activation, PROBS, *flags, *flags[1:2] * 2),
     )
     for call in calls:
         got, want = call(ops), call(mxfp8_reference)
-        assert [t is None for t in got] == [t is None for t in want]
-        for a, b in zip(got, want, strict=True):
-            if b is not None:
-                assert_bitwise_equal(bits(a), bits(b))
+        assert [type(t) for t in got] == [type(t) for t in want]
+        for a, b in zip(flat(got), flat(want), strict=True):
+            assert_bitwise_equal(bits(a), bits(b))
 
 
 def through_mxfp8(block: Tensor) -> Tensor:
@@ -94,6 +110,24 @@ def test_copies_by_definition(splits: Splits) -> None:
             assert_bitwise_equal(torch.cat([copies.columns[part, column]]), want)
     restored = mxfp8_reference.mxfp8_dequantize(copies.data, copies.scale, offsets, padded, splits.rows)
     assert_bitwise_equal(restored[: splits.used], copies.columns[: splits.used])
+
+
+def test_a_kept_pre_activation_by_definition() -> None:
+    """Blocks of 32 of a row; act is formed from what was quantised, its gradient at the values that are kept."""
+    act, kept = mxfp8_reference.mxfp8_grouped_gemm_act(X, [W1], OFFSETS, SWIGLU, None, PROBS, quantize_preact=True)
+    plain = mxfp8_reference.mxfp8_grouped_gemm_act(X, [W1], OFFSETS, SWIGLU, None, PROBS)
+    assert_bitwise_equal(act, plain[0])
+    assert isinstance(kept, Quantized) and isinstance(plain[1], Tensor)
+    assert [t.shape for t in kept[:2]] == [*map(torch.Size, mxfp8_reference.kept_shapes(T, N, 2))]
+    values = mxfp8_reference.kept_values(kept, 2).bfloat16()
+    for row in (0, 8, 13):
+        assert_bitwise_equal(values[row], torch.cat([through_mxfp8(block) for block in plain[1][row].split(32)]))
+    got, want = (
+        mxfp8_reference.mxfp8_grouped_gemm_dact(DY, [W2], OFFSETS, p, SWIGLU, PROBS, need_dprobs=True, need_dbias=True)
+        for p in (kept, values)
+    )
+    for a, b in zip(got, want, strict=True):
+        assert_bitwise_equal(a, b)
 
 
 def test_weights_in_square_blocks_are_the_same_in_both_directions() -> None:

@@ -10,6 +10,7 @@ from cute_kernels import mxfp8_reference as mx
 from cute_kernels.activation import Activation
 from cute_kernels.fp8_reference import padded_group_offsets
 from cute_kernels.quantization.groups import padded_rows
+from cute_kernels.quantization.quantize import Quantized
 from tests.cases import OFF_TILE, SPLITS, TAIL, Splits, full
 from tests.compare import assert_bitwise_equal, relative_error
 
@@ -257,7 +258,43 @@ def test_act_of_random_sums(activation: Activation, width: int, contracted: int)
         check_act(splits, activation, normal, width, contracted, 0.01)
 
 
-def check_act(splits: Splits, activation: Activation, values, width: int, contracted: int, differ: float) -> None:
+@pytest.mark.parametrize("splits", [*SPLITS, RAGGED, SKEWED], ids=str)
+@pytest.mark.parametrize("activation", EXACT, ids=ids)
+def test_kept_quantised_of_exact_sums(splits: Splits, activation: Activation) -> None:
+    check_act(splits, activation, integers, 96, 160, 0.0, True)
+    check_dact(splits, activation, integers, 96, 160, 0.0, True)
+
+
+@pytest.mark.parametrize("activation", SMOOTH, ids=ids)
+@pytest.mark.parametrize(("width", "contracted"), [(768, 256), (96, 2880), (2880, 288)])
+def test_kept_quantised_of_random_sums(activation: Activation, width: int, contracted: int) -> None:
+    for splits in (RAGGED, TAIL, full("large", 3000, 100)):
+        check_act(splits, activation, normal, width, contracted, 0.01, True)
+        check_dact(splits, activation, normal, width, contracted, 0.01, True)
+
+
+def test_kept_quantised_has_the_bytes_of_a_quantise() -> None:
+    """Of what is kept in BF16 otherwise, all magnitudes and not just small integers; act is the same bits."""
+    splits, activation = RAGGED, SMOOTH[0]
+    offsets, padded = offsets_of(splits)
+    x = mx.mxfp8_quantize(wide_range(splits.rows, 256), offsets, padded).rows
+    w = mx.mxfp8_quantize_weight([normal(splits.groups, 2 * 160, 256)], False).rows
+    act, preact = hopper("mxfp8_grouped_gemm_act")(x, [w], offsets, activation)
+    again, kept = hopper("mxfp8_grouped_gemm_act")(x, [w], offsets, activation, quantize_preact=True)
+    assert_same(again[: splits.used], act[: splits.used], "act")
+    want = mx.kept(preact, 2)
+    assert_same(kept.data[: splits.used], want.data[: splits.used], "data")
+    assert_same(real_scales(kept, 160, 2)[: splits.used], real_scales(want, 160, 2)[: splits.used], "scale")
+
+
+def real_scales(kept: Quantized, width: int, halves: int) -> Tensor:
+    """Those of blocks that there are, the rest only fills up."""
+    return kept.scale.view(kept.scale.shape[0], halves, -1)[..., : width // 32].contiguous()
+
+
+def check_act(
+    splits: Splits, activation: Activation, values, width: int, contracted: int, differ: float, quantised: bool = False
+) -> None:
     offsets, padded = offsets_of(splits)
     columns, groups = activation.halves * width, splits.groups
     x = with_tail(mx.mxfp8_quantize(values(splits.rows, contracted), offsets, padded).rows, splits)
@@ -274,10 +311,18 @@ def check_act(splits: Splits, activation: Activation, values, width: int, contra
         ([w], 0, bias, probs, False),
     ):
         block = block if activation.is_glu else 0
-        poison((splits.rows, 2 * width), (splits.rows, 2 * columns))
-        got = hopper("mxfp8_grouped_gemm_act")(x, weights, offsets, activation, b, p, block, keep)
-        want = mx.mxfp8_grouped_gemm_act(x, weights, offsets, activation, b, p, block, keep)
-        assert_near(got[1], want[1], splits.used, "preact", 5 * differ)
+        poison((splits.rows, 2 * width), (splits.rows, 2 * columns), (splits.rows, columns))
+        got = hopper("mxfp8_grouped_gemm_act")(x, weights, offsets, activation, b, p, block, keep, quantised)
+        want = mx.mxfp8_grouped_gemm_act(x, weights, offsets, activation, b, p, block, keep, quantised)
+        if quantised and keep:
+            values_of = [mx.kept_values(kept[1], activation.halves) for kept in (got, want)]
+            assert_near(*values_of, splits.used, "preact", 5 * differ)
+            if not differ:
+                scales = [real_scales(kept[1], width, activation.halves)[: splits.used] for kept in (got, want)]
+                assert_same(got[1].data[: splits.used], want[1].data[: splits.used], "data")
+                assert_same(*scales, "scale")
+        else:
+            assert_near(got[1], want[1], splits.used, "preact", 5 * differ)
         assert_near(got[0], want[0], splits.used, "act", 2 * differ)
 
 
@@ -294,12 +339,18 @@ def test_dact_of_random_sums(activation: Activation, width: int, contracted: int
         check_dact(splits, activation, normal, width, contracted, 0.01)
 
 
-def check_dact(splits: Splits, activation: Activation, values, width: int, contracted: int, differ: float) -> None:
+def check_dact(
+    splits: Splits, activation: Activation, values, width: int, contracted: int, differ: float, quantised: bool = False
+) -> None:
     offsets, padded = offsets_of(splits)
     groups, rows = splits.groups, splits.rows
     dy = with_tail(mx.mxfp8_quantize(values(rows, contracted), offsets, padded).rows, splits)
     w = mx.mxfp8_quantize_weight([values(groups, contracted, width)]).columns
-    preact = with_tail(values(rows, activation.halves * width), splits)
+    preact: Tensor | Quantized = with_tail(values(rows, activation.halves * width), splits)
+    sizes = preact.shape
+    if quantised:
+        preact = mx.kept(preact, activation.halves)
+        preact.scale[splits.used :].view(torch.uint8).fill_(255)
     probs = integers(rows).float() if values is integers else torch.rand(rows, device=DEVICE)
     probs[splits.used :] = NAN
     block = 32 if activation.is_glu else 0
@@ -312,7 +363,7 @@ def check_dact(splits: Splits, activation: Activation, values, width: int, contr
         ([w], probs, (False, True, False, False, False)),
         ([w], probs, (False, False, True, True, False)),
     ):
-        poison(*[(rows, 2 * n) for n in (preact.shape[1], preact.shape[1], width)], (rows, 4))
+        poison(*[(rows, 2 * n) for n in (sizes[1], sizes[1], width)], (rows, 4))
         got = hopper("mxfp8_grouped_gemm_dact")(dy, weights, offsets, preact, activation, p, *wanted, block)
         want = mx.mxfp8_grouped_gemm_dact(dy, weights, offsets, preact, activation, p, *wanted, block)
         for what, a, b in zip(("rows", "columns", "act"), got, want, strict=False):

@@ -12,13 +12,14 @@ import fusible_ops as ops
 from tests.bench.timing import launches
 from tests.cases import SPLITS, Splits, full
 from tests.compare import assert_bitwise_equal, relative_error
-from tests.models import ACTIVATIONS, MLP, Inputs, step
+from tests.models import ACTIVATIONS, MLP, Inputs, formed_from_kept, step
 from tests.places import HOPPER
 
 pytestmark = HOPPER
 RECIPE, SQUARE = ops.MXFP8BlockScaling(), ops.MXFP8BlockScaling(enable_2d_quantization=True)
 TAIL = Splits("tail", (96, 0, 130, 74), 512)
 FULL = full("full", 200, 0, 130, 182)
+KEPT = ops.MXFP8BlockScaling(preactivation="quantized")
 NEAR = 0.03
 """How far results may be from the unfused ones: a rounding of BF16 that falls otherwise moves E4M3 values by a step."""
 
@@ -26,7 +27,7 @@ NEAR = 0.03
 class Layer:
     """A fused layer, its inputs and whole steps of it under the recipe."""
 
-    def __init__(self, splits: Splits = FULL, recipe: ops.Recipe = RECIPE, **options: object) -> None:
+    def __init__(self, splits: Splits = FULL, recipe: ops.Recipe | None = RECIPE, **options: object) -> None:
         self.mlp, self.splits, self.recipe = MLP(**{"hidden": 256, "intermediate": 192, **options}), splits, recipe
         self.model = self.mlp.build(splits, "cuda", torch.bfloat16, on_unfused="error")
         self.inputs = Inputs.random(splits, self.mlp.hidden, "cuda", torch.bfloat16)
@@ -34,7 +35,7 @@ class Layer:
         self.x, self.probs = self.inputs.x.requires_grad_(), self.inputs.probs.requires_grad_()
 
     def forward(self, model: ops.Sequential | None = None) -> Tensor:
-        with ops.autocast(recipe=self.recipe):
+        with ops.autocast(enabled=self.recipe is not None, recipe=self.recipe):
             return (model or self.model)(self.x, *self.mlp.extras(self.sizes, self.probs))
 
     def gradients(self) -> list[Tensor]:
@@ -73,6 +74,47 @@ def test_interleaved_rows() -> None:
 
 
 @pytest.mark.parametrize("splits", [TAIL, FULL], ids=str)
+def test_kept_quantised(splits: Splits) -> None:
+    """The same y as without; gradients near the unfused ones, the second weight's as if act came from what is kept."""
+    for mlp in (MLP(hidden=160, intermediate=192, bias=True), MLP("scaled_srelu", hidden=256, intermediate=320)):
+        model = mlp.build(splits, "cuda", torch.bfloat16, on_unfused="error")
+        inputs = Inputs.random(splits, mlp.hidden, "cuda", torch.bfloat16)
+        with ops.autocast(recipe=RECIPE):
+            y = step(model, mlp, inputs)["y"]
+        with ops.autocast(recipe=KEPT):
+            got = step(model, mlp, inputs)
+            unfused = ops.Sequential(dict(model.named_children()), rules=())
+            want = step(unfused, mlp, inputs)
+            with formed_from_kept(model.act):
+                again = step(unfused, mlp, inputs)
+        assert_bitwise_equal(got["y"], y, "y")
+        for name, t in want.items():
+            t = again[name] if name.startswith("dfc2.weight") else t
+            error = relative_error(got[name].float(), t.float())
+            assert error <= NEAR, f"{name}: {error:.4f} from the unfused one"
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(7168, 2048), (2880, 2880), (2048, 768)])
+def test_bytes_kept(hidden: int, intermediate: int) -> None:
+    """Of x and the pre-activation, and a little: at most 0.6 of what BF16 keeps."""
+    splits = full("even", *([512] * 4))
+    kept = []
+    for recipe in (None, RECIPE, KEPT):
+        layer = Layer(splits, recipe, hidden=hidden, intermediate=intermediate)
+        saved: dict[int, Tensor] = {}
+
+        def keep(t: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
+            saved[t.untyped_storage().data_ptr()] = t
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            layer.forward()
+        weights = {p.untyped_storage().data_ptr() for p in layer.model.parameters()}
+        kept.append(sum(t.nbytes for key, t in saved.items() if key not in weights and t.dim() < 3))
+    assert kept[1] <= 0.85 * kept[0] and kept[2] <= 0.6 * kept[0], kept
+
+
+@pytest.mark.parametrize("splits", [TAIL, FULL], ids=str)
 def test_a_linear_alone(splits: Splits) -> None:
     op = ops.GroupedLinear(splits.groups, 256, 320, bias=True, device="cuda", dtype=torch.bfloat16)
     x, dy = (torch.randn(splits.rows, width, device="cuda").bfloat16() for width in (256, 320))
@@ -96,9 +138,10 @@ def test_launches() -> None:
     assert len(launches(lambda: torch.autograd.grad(y[0], wanted, layer.inputs.dy))) <= 7
 
 
-def test_memory_that_nobody_wrote_is_never_used() -> None:
+@pytest.mark.parametrize("recipe", [RECIPE, KEPT], ids=["plain", "kept"])
+def test_memory_that_nobody_wrote_is_never_used(recipe: ops.Recipe) -> None:
     """NaN wherever the allocator gives memory out: tails, padding of what is stored."""
-    layer = Layer(TAIL, bias=True, scale_bias=True)
+    layer = Layer(TAIL, recipe, bias=True, scale_bias=True)
     want = layer.gradients()
     for _ in range(3):
         blocks = [torch.full((2**i,), float("nan"), device="cuda") for i in range(7, 24) for _ in range(8)]
@@ -112,9 +155,10 @@ def test_memory_that_nobody_wrote_is_never_used() -> None:
             assert_bitwise_equal(a, b, f"result {i}")
 
 
-def test_same_bits_in_100_runs() -> None:
+@pytest.mark.parametrize("recipe", [RECIPE, KEPT], ids=["plain", "kept"])
+def test_same_bits_in_100_runs(recipe: ops.Recipe) -> None:
     sizes = tuple(int(i * 397 % 611) for i in range(16))
-    layer = Layer(Splits("uneven", sizes, sum(sizes) + 50), hidden=512, intermediate=384, bias=True)
+    layer = Layer(Splits("uneven", sizes, sum(sizes) + 50), recipe, hidden=512, intermediate=384, bias=True)
     first = layer.gradients()
     different = torch.zeros(len(first), dtype=torch.int64, device="cuda")
     for _ in range(100):
@@ -164,8 +208,9 @@ def test_separate_and_stacked_weights_give_the_same_bits() -> None:
         assert_bitwise_equal(a, b, f"result {i}")
 
 
-def test_dynamic_scheduling_and_a_margin_give_the_same_bits() -> None:
-    layer = Layer()
+@pytest.mark.parametrize("recipe", [RECIPE, KEPT], ids=["plain", "kept"])
+def test_dynamic_scheduling_and_a_margin_give_the_same_bits(recipe: ops.Recipe) -> None:
+    layer = Layer(recipe=recipe)
     want = layer.gradients()
     for options in ({"scheduler": "dynamic"}, {"sm_margin": 16}):
         layer.model = ops.Sequential(dict(copy.copy(layer.model).named_children()), on_unfused="error", **options)

@@ -90,11 +90,7 @@ class Activate:
             if zero is not None:
                 values = epilogue.not_before(zero, values)
             if args.preact is not None:
-                for index in range(inputs):
-                    there, half = self.preact.place(first, index)
-                    piece = epilogue.part(values, index, epilogue.COLS // 2)
-                    epilogue.emit(piece, sent, self.pieces, room.sinks[1], tile, room, (block, there), half)
-                    sent += 1
+                sent, values = self.keep(args, values, sent, (block, first), tile, room)
             results = self.apply(self.preact.inputs_of(values), block, factors)
             act = self.finished(results, dtype, room.thread)
             zero = epilogue.emit(act, sent, self.pieces, room.sinks[0], tile, room, (block, first), 0)
@@ -105,6 +101,16 @@ class Activate:
         if maxima is not None:
             maxima.leave()
         return phase
+
+    def keep(self, args, values: cute.Tensor, sent: int, place, tile, room):
+        """A thread's values of all pieces of the pre-activation leave for `place` (block, column of act); returns how
+        many have been sent then, and the values as act is formed from them."""
+        block, column = place
+        for index in range(self.preact.inputs):
+            there, half = self.preact.place(column, index)
+            piece = epilogue.part(values, index, epilogue.COLS // 2)
+            epilogue.emit(piece, sent + index, self.pieces, room.sinks[1], tile, room, (block, there), half)
+        return sent + self.preact.inputs, values
 
     def finished(self, results: cute.Tensor, dtype, thread):
         """A thread's results of a piece as they leave."""

@@ -103,8 +103,9 @@ class Cut(NamedTuple):
 
 
 def staging_layout(pieces: int, dtype):
-    """`pieces` pieces one after another, swizzled over their rows of 64 bytes."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, dtype)
+    """`pieces` pieces one after another, swizzled over their rows of 64 bytes, or 32 of one-byte elements."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    atom = warpgroup.make_smem_layout_atom(kinds.K_SW32 if dtype.width == 8 else kinds.K_SW64, dtype)
     return cute.tile_to_shape(atom, (ROWS, COLS, pieces), (0, 1, 2))
 
 
@@ -287,11 +288,20 @@ def emit(values, number: int, slots: int, sink: Sink, tile, room: Room, place, h
     block, column = place
     piece = room.piece(number % slots)
     stage(values, piece, room.thread)
+    rows = tile._replace(row=tile.row + block * ROWS)
+    return leave([(sink, piece, column, half)], number, slots, rows, room)
+
+
+def leave(sent, number: int, slots: int, tile, room: Room):
+    """What is written in slot `number` % `slots` leaves: each (sink, piece, column, half), for rows tile.row... Returns
+    `meet`'s zero.
+    """
     cute.arch.fence_proxy("async.shared", space="cta")
     if number + 1 >= slots:
         wait_sent(room.leads, slots - 2)
     zero = meet(room.barrier, tile.end)
-    send(room.leads, sink, piece, tile._replace(row=tile.row + block * ROWS), column, half)
+    for sink, piece, column, half in sent:
+        send(room.leads, sink, piece, tile, column, half)
     close(room.leads)
     return zero
 

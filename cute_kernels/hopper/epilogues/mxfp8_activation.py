@@ -1,7 +1,11 @@
 """act of `activation`, not rounded but through MXFP8 from FP32: the values of its rows copy (`mxfp8_reference`).
 
+args: (act, preact, bias, probs, scales of a pre-activation that is quantised: see `mxfp8_kept`).
+
 A piece is 32 columns of act, so a row's block is in the four threads that share the row.
 """
+
+from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
@@ -22,6 +26,17 @@ def row_factors(values):
 
 class ActivateMxfp8(Activate):
     """Round to the pre-activation, store it if wanted, apply f and the row's factor, quantise, store the values."""
+
+    class Args(NamedTuple):
+        act: cute.Tensor
+        preact: cute.Tensor | None
+        bias: cute.Tensor | None
+        probs: cute.Tensor | None
+        scales: cute.Tensor | None
+
+    def zeroed(self, args):
+        """Nobody reads the others' tails."""
+        return ()
 
     def finished(self, results: cute.Tensor, dtype, thread):
         words = cute.make_rmem_tensor((2 * CHUNKS,), Uint32)

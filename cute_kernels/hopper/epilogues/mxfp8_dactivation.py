@@ -1,7 +1,8 @@
 """dpreact and act of `dactivation`, not rounded but through MXFP8 from FP32, as operands of the products that follow.
 
 args: (rows [T, 2I or I] or None, columns like it or None, act [T, I] or None, partial [T, tiles] FP32 or None, preact
-like rows, probs or None, sums [slots, 2I or I] FP32 or None, offsets). Of dpreact: blocks of 1x32 in rows, for the
+like rows, probs or None, sums [slots, 2I or I] FP32 or None, offsets, scales of a quantised preact or None: see
+`mxfp8_kept`). Of dpreact: blocks of 1x32 in rows, for the
 input's gradient; of 32x1 in columns, as in act, for weight gradients. Tiles begin at a group's first row, so 32 rows of
 a tile are a block; what lies past the group's end counts as zero. Sums of dpreact's columns over 64 rows, which are not
 quantised, go to the slots that `rowwise_kernel.ColumnSums` has for them.
@@ -15,10 +16,11 @@ for the columns copies of gate, up and act; one for the maxima. Those are writte
 seen them leave, and has met the others over the maxima of the next piece.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, range_constexpr
+from cutlass import BFloat16, Boolean, Float32, Int32, Uint32, range_constexpr
 from cutlass.cutlass_dsl import select_
 
 from cute_kernels.hopper.configs import SETS
@@ -35,6 +37,9 @@ PIECE_WORDS = epilogue.ROWS * epilogue.COLS // 2
 
 class DifferentiateMxfp8(Differentiate):
     """The gradient of an activation and the recomputed activation, quantised."""
+
+    in_place = True
+    """Whether a thread reads of the pre-activation what it writes of the rows copy."""
 
     def __init__(self, facts, cut: epilogue.Cut, has_rows: bool, has_columns: bool, has_act: bool):
         super().__init__(facts, cut, 0, has_act, True)
@@ -55,6 +60,7 @@ class DifferentiateMxfp8(Differentiate):
         probs: cute.Tensor | None
         sums: cute.Tensor | None
         offsets: cute.Tensor
+        scales: cute.Tensor | None
 
     def sinks(self, args):
         halves = self.preact.halves
@@ -66,25 +72,30 @@ class DifferentiateMxfp8(Differentiate):
         return () if args.partial is None else (args.partial,)
 
     def finish_block(self, args, acc, tile, another, room, words, phase):
-        cut, dtype = self.cut, args.preact.element_type
+        cut, dtype = self.cut, BFloat16
         factors = epilogue.row_factors([0], args.probs, tile, room)
         factors = [1.0, 1.0] if factors is None else [factor.to(dtype).to(Float32) for factor in factors]
         rows, zero = [tile.row + room.row() + 8 * row for row in range(2)], Int32(Uint32(tile.end) >> 31)
         totals = [Float32(0.0), Float32(0.0)]
+        read = self.reader(args, tile, words, dtype, room)
         count = cut.tile_n // epilogue.COLS
         for number in range(count):
             slot, first = number % SETS, number % SETS * self.set
             cute.arch.mbarrier_wait(room.filled + slot, phase ^ (number // SETS % 2))
             sums = cut.take(acc, 0, number * epilogue.COLS)
-            values = self.differentiate(sums, words, first, factors, totals, dtype, Uint32(zero))
+            values = self.differentiate(sums, functools.partial(read, number), factors, totals, Uint32(zero))
             wanted = values[: self.inputs] * self.has_columns + values[self.inputs :]
-            own = self.leave_maxima(wanted, rows, tile.end, zero, words, room)
+            later = zero if self.in_place else zero & totals[1].bitcast(Int32)
+            own = self.leave_maxima(wanted, rows, tile.end, later, words, room)
             if args.sums is not None:
                 self.leave_sums(values[: self.inputs], rows, tile.end, words, room)
-            if self.has_rows:
+            if self.has_rows and self.in_place:
+                self.put_rows(values[: self.inputs], words, first)
+            if wanted or not self.in_place:
+                room.barrier.arrive_and_wait()
+            if self.has_rows and not self.in_place:
                 self.put_rows(values[: self.inputs], words, first)
             if wanted:
-                room.barrier.arrive_and_wait()
                 if args.sums is not None:
                     self.put_sums(args, tile, tile.column_tile * cut.tile_n + number * epilogue.COLS, words, room)
                 self.put_columns(wanted, own, Uint32(zero), words, room)
@@ -100,7 +111,17 @@ class DifferentiateMxfp8(Differentiate):
                 write_row_sum(args.partial, total, at, tile.end, tile.column_tile, room.thread)
         return phase ^ (count // SETS % 2)
 
-    def differentiate(self, sums, words, first, factors, totals, dtype, zero):
+    def reader(self, args, tile, words, dtype, room):
+        """read(piece, row, chunk, zero) -> of each input of the function a pair of columns."""
+
+        def read(number: int, row: int, chunk: int, zero):
+            first = number % SETS * self.set
+            fetched = [words.at(first + piece, row, at)[0] for piece, at in self.preact.eights_of(chunk)]
+            return [epilogue.unpacked(word ^ zero, dtype) for word in fetched]
+
+        return read
+
+    def differentiate(self, sums, read, factors, totals, zero):
         """A thread's values of gate, up and act (if it is wanted), each [row][column]; adds dA·f to the totals.
 
         zero: nobody but us knows that it is; so half a row waits for the half before, and registers suffice.
@@ -110,12 +131,10 @@ class DifferentiateMxfp8(Differentiate):
             for chunk in range(CHUNKS):
                 if chunk % 2 == 0:
                     later = zero & (totals[row] if chunk else totals[0]).bitcast(Uint32)
-                places = self.preact.eights_of(chunk)
-                fetched = [words.at(first + piece, row, at)[0] for piece, at in places]
-                read = [epilogue.unpacked(word ^ later, dtype) for word in fetched]
+                pairs = read(row, chunk, later)
                 for e in range(2):
                     grad = sums[4 * chunk + 2 * row + e]
-                    value, *slopes = self.curve.backward(self.facts, *(pair[e].to(Float32) for pair in read))
+                    value, *slopes = self.curve.backward(self.facts, *(pair[e].to(Float32) for pair in pairs))
                     totals[row] = totals[row] + grad * value
                     scaled = grad * factors[row]
                     results = [scaled * slope for slope in slopes] + [value * factors[row]] * self.has_act
