@@ -10,8 +10,9 @@ from torch import Tensor
 
 from cute_kernels import fp8_reference
 from cute_kernels.activation import Activation
-from cute_kernels.fp8_reference import BLOCK, Fp8Copies, Fp8Weights, scales_in_row
+from cute_kernels.fp8_reference import BLOCK, Fp8Copies, Fp8Weights, kept_shapes, scales_in_row
 from cute_kernels.quantization.groups import padded_rows
+from cute_kernels.quantization.quantize import Quantized, parts_of, whole_of
 from cute_kernels.registry import MARGIN, Pick, empty_as_none, hopper, none_as_empty, plain, register
 
 _E4M3 = torch.float8_e4m3fn
@@ -39,15 +40,16 @@ def _gemm_act(pick: Pick) -> Callable:
         act, preact = pick("fp8_grouped_gemm_act")(
             x, x_scale, w, w_scale, offsets, padded, Activation.decode(activation), *rest, **sharing
         )
-        return none_as_empty((*act[:4], preact), x)
+        return none_as_empty((*act[:4], *parts_of(preact)), x)
 
     return run
 
 
 def _gemm_dact(pick: Pick) -> Callable:
-    def run(dy, dy_scale, w, w_scale, offsets, padded, preact, activation, *rest, **sharing):
+    def run(dy, dy_scale, w, w_scale, offsets, padded, preact, preact_scale, activation, *rest, **sharing):
+        kept, activation = whole_of(preact, preact_scale), Activation.decode(activation)
         dpreact, dprobs = pick("fp8_grouped_gemm_dact")(
-            dy, dy_scale, w, w_scale, offsets, padded, preact, Activation.decode(activation), *rest, **sharing
+            dy, dy_scale, w, w_scale, offsets, padded, kept, activation, *rest, **sharing
         )
         return none_as_empty((*dpreact, dprobs), dy)
 
@@ -110,12 +112,29 @@ def _fake_gemm(x, x_scale, w, w_scale, offsets, bias=None, bias_scale=None, halv
 
 
 def _fake_gemm_act(
-    x, x_scale, w, w_scale, offsets, padded, activation, bias, probs, rowwise, columnwise, save_preact, power_of_two
+    x,
+    x_scale,
+    w,
+    w_scale,
+    offsets,
+    padded,
+    activation,
+    bias,
+    probs,
+    rowwise,
+    columnwise,
+    save_preact,
+    power_of_two,
+    quantize_preact,
 ):
-    columns = w.shape[1]
-    copies = _copies(x, columns // Activation.decode(activation).halves, offsets, rowwise, columnwise)
-    preact = x.new_empty(x.shape[0], columns, dtype=torch.bfloat16) if save_preact else None
-    return none_as_empty((*copies, preact), x)
+    rows, columns, halves = x.shape[0], w.shape[1], Activation.decode(activation).halves
+    copies = _copies(x, columns // halves, offsets, rowwise, columnwise)
+    preact = scale = None
+    if save_preact:
+        preact = x.new_empty(rows, columns, dtype=_E4M3 if quantize_preact else torch.bfloat16)
+    if save_preact and quantize_preact:
+        scale = x.new_empty(kept_shapes(rows, columns, halves)[1], dtype=torch.float32)
+    return none_as_empty((*copies, preact, scale), x)
 
 
 def _fake_gemm_dact(
@@ -126,6 +145,7 @@ def _fake_gemm_dact(
     offsets,
     padded,
     preact,
+    preact_scale,
     activation,
     probs,
     rowwise,
@@ -175,14 +195,15 @@ _OPERATORS = (
     ),
     (
         f"fp8_grouped_gemm_act({_OPERANDS}, Tensor padded, str activation, Tensor? bias, Tensor? probs, bool rowwise, "
-        f"bool columnwise, bool save_preact, bool power_of_two, {MARGIN}) -> ({_COPIES}, Tensor)",
+        f"bool columnwise, bool save_preact, bool power_of_two, bool quantize_preact, {MARGIN}) "
+        f"-> ({_COPIES}, Tensor, Tensor)",
         lambda name, pick: _gemm_act(pick),
         _fake_gemm_act,
     ),
     (
-        f"fp8_grouped_gemm_dact({_OPERANDS}, Tensor padded, Tensor preact, str activation, Tensor? probs, "
-        f"bool rowwise, bool columnwise, bool need_dprobs, bool need_dbias, bool power_of_two, {MARGIN}) "
-        f"-> ({_COPIES}, Tensor, Tensor)",
+        f"fp8_grouped_gemm_dact({_OPERANDS}, Tensor padded, Tensor preact, Tensor? preact_scale, str activation, "
+        "Tensor? probs, bool rowwise, bool columnwise, bool need_dprobs, bool need_dbias, bool power_of_two, "
+        f"{MARGIN}) -> ({_COPIES}, Tensor, Tensor)",
         lambda name, pick: _gemm_dact(pick),
         _fake_gemm_dact,
     ),
@@ -247,12 +268,15 @@ def fp8_grouped_gemm_act(
     columnwise: bool = True,
     save_preact: bool = True,
     power_of_two: bool = True,
+    quantize_preact: bool = False,
     **sharing: Any,
-) -> tuple[Fp8Copies, Tensor | None]:
+) -> tuple[Fp8Copies, Tensor | Quantized | None]:
     """`fp8_reference.fp8_grouped_gemm_act`."""
     operands = (x, x_scale, w, w_scale, offsets, padded, activation.encode(), bias, probs)
-    *parts, preact = _OPS.fp8_grouped_gemm_act(*operands, rowwise, columnwise, save_preact, power_of_two, **sharing)
-    return _made([*parts, parts[0]], rowwise, columnwise, False), empty_as_none(preact, save_preact)
+    flags = (rowwise, columnwise, save_preact, power_of_two, quantize_preact)
+    *parts, preact, scale = _OPS.fp8_grouped_gemm_act(*operands, *flags, **sharing)
+    act = _made([*parts, parts[0]], rowwise, columnwise, False)
+    return act, whole_of(preact, scale if quantize_preact else None) if save_preact else None
 
 
 def fp8_grouped_gemm_dact(
@@ -262,7 +286,7 @@ def fp8_grouped_gemm_dact(
     w_scale: Tensor,
     offsets: Tensor,
     padded: Tensor,
-    preact: Tensor,
+    preact: Tensor | Quantized,
     activation: Activation,
     probs: Tensor | None = None,
     rowwise: bool = True,
@@ -273,7 +297,7 @@ def fp8_grouped_gemm_dact(
     **sharing: Any,
 ) -> tuple[Fp8Copies, Tensor | None]:
     """`fp8_reference.fp8_grouped_gemm_dact`."""
-    operands = (dy, dy_scale, w, w_scale, offsets, padded, preact, activation.encode(), probs)
+    operands = (dy, dy_scale, w, w_scale, offsets, padded, *parts_of(preact), activation.encode(), probs)
     flags = (rowwise, columnwise, need_dprobs, need_dbias, power_of_two)
     *parts, dprobs = _OPS.fp8_grouped_gemm_dact(*operands, *flags, **sharing)
     return _made(parts, rowwise, columnwise, need_dbias), empty_as_none(dprobs, need_dprobs)

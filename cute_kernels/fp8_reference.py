@@ -11,6 +11,7 @@ the summed dimension for activations and gradients, 128x128 for weights. The rul
 |---|---|---|
 | rows of x `[T, K]` | `[T, K]` | `[⌈K/128⌉, ⌈T⌉₄]` |
 | transposed x | `[K, P]`, P = `padded_rows(T, G)` | `[P/128, ⌈K⌉₄]` |
+| pre-activation of h halves `[T, N]`, kept: a `Quantized` | `[T, N]` | `[h ⌈N/128h⌉, ⌈T⌉₄]` |
 | weights | `[G, N, K]` | `[G, ⌈N/128⌉, ⌈⌈K/128⌉⌉₄]` |
 | transposed weights | `[G, K, N]` | `[G, ⌈K/128⌉, ⌈⌈N/128⌉⌉₄]` |
 
@@ -34,7 +35,7 @@ from cute_kernels import reference
 from cute_kernels.activation import Activation
 from cute_kernels.quantization.formats import fp8_block
 from cute_kernels.quantization.groups import padded_offsets, quantize_groups
-from cute_kernels.quantization.quantize import quantize
+from cute_kernels.quantization.quantize import Quantized, quantize
 
 BLOCK = 128
 """Values that share a scale along the summed dimension."""
@@ -119,6 +120,24 @@ def fp8_quantize_weight(weights: Sequence[Tensor], columnwise: bool = True, powe
     return Fp8Weights(data, _filled_up(scale), data_t, scale_t)
 
 
+def kept_shapes(rows: int, columns: int, halves: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shapes of data and scale of a kept pre-activation [rows, columns]."""
+    return (rows, columns), (halves * -(-columns // halves // BLOCK), scales_in_row(rows))
+
+
+def kept(preact: Tensor, halves: int, power_of_two: bool = True) -> Quantized:
+    """A pre-activation [T, N], or its gradient, as a rows copy whose blocks are cut in each of its halves."""
+    format = fp8_block(force_pow_2_scales=power_of_two)
+    parts = [quantize(half.contiguous(), format) for half in preact.chunk(halves, 1)]
+    data = torch.cat([part.data.view(torch.uint8) for part in parts], 1).view(parts[0].data.dtype)
+    return Quantized(data, torch.cat([_filled_up(part.scale.t()) for part in parts]))
+
+
+def kept_values(preact: Tensor | Quantized, halves: int) -> Tensor:
+    """FP32 [T, N]: the values of a pre-activation, kept quantised or not."""
+    return preact.float() if isinstance(preact, Tensor) else dequantized(preact.data, preact.scale, halves)
+
+
 def dequantized_t(data_t: Tensor, scale_t: Tensor) -> Tensor:
     """FP32 [K, P]: the values of a transposed copy."""
     return data_t.float() * scale_t[:, : data_t.shape[0]].t().repeat_interleave(BLOCK, 1)
@@ -192,15 +211,19 @@ def fp8_grouped_gemm_act(
     columnwise: bool = True,
     save_preact: bool = True,
     power_of_two: bool = True,
-) -> tuple[Fp8Copies, Tensor | None]:
+    quantize_preact: bool = False,
+) -> tuple[Fp8Copies, Tensor | Quantized | None]:
     """preact = round(x̂ Ŵ_gᵀ + b_g) in bf16, act = f(preact)·p in FP32, quantised once: (copies of act, preact or None).
 
     probs are rounded to bf16 first. Weights and bias lie as `[gate | linear]`. Operands as in `fp8_grouped_gemm`.
+    quantize_preact: preact is given quantised, from its bf16 values; act is formed from those.
     """
     preact = fp8_grouped_gemm(x, x_scale, w, w_scale, offsets, bias)
     act = reference.activation_forward(preact.float(), activation, None if probs is None else probs.bfloat16())
     copies = fp8_quantize(act, offsets, padded, rowwise, columnwise, power_of_two=power_of_two)
-    return copies, preact if save_preact else None
+    if not save_preact:
+        return copies, None
+    return copies, kept(preact, activation.halves, power_of_two) if quantize_preact else preact
 
 
 def fp8_grouped_gemm_dact(
@@ -210,7 +233,7 @@ def fp8_grouped_gemm_dact(
     w_scale: Tensor,
     offsets: Tensor,
     padded: Tensor,
-    preact: Tensor,
+    preact: Tensor | Quantized,
     activation: Activation,
     probs: Tensor | None = None,
     rowwise: bool = True,
@@ -219,7 +242,7 @@ def fp8_grouped_gemm_dact(
     need_dbias: bool = False,
     power_of_two: bool = True,
 ) -> tuple[Fp8Copies, Tensor | None]:
-    """dA = dŷ Ŵ_g in FP32, its activation's gradients against the saved bf16 pre-activation, quantised once from FP32.
+    """dA = dŷ Ŵ_g in FP32, its activation's gradients against the kept pre-activation, quantised once from FP32.
 
     w [G, I, H] is the transposed copy of the second linear's weights. Returns (copies of dpreact, with its column sums
     FP32 [G, N] if need_dbias; dprobs FP32 [T] or None, zero in the tail). The rows copy's blocks are cut in the gate
@@ -227,13 +250,11 @@ def fp8_grouped_gemm_dact(
     """
     grad = _product(dy, dy_scale, w, w_scale, offsets)
     p = None if probs is None else probs.bfloat16()
-    dpreact, dprobs = reference.dact(grad, preact.float(), offsets, p, activation, need_dprobs)
+    dpreact, dprobs = reference.dact(grad, kept_values(preact, activation.halves), offsets, p, activation, need_dprobs)
     copies = fp8_quantize(dpreact, offsets, padded, False, columnwise, need_dbias, power_of_two)
     if rowwise:
-        format = fp8_block(force_pow_2_scales=power_of_two)
-        parts = [quantize_groups(half, offsets, format) for half in dpreact.chunk(activation.halves, 1)]
-        data = torch.cat([part.data.view(torch.uint8) for part in parts], 1).view(parts[0].data.dtype)
-        copies = copies._replace(data=data, scale=torch.cat([_filled_up(part.scale.t()) for part in parts]))
+        data, scale, _ = kept(dpreact, activation.halves, power_of_two)
+        copies = copies._replace(data=data, scale=scale)
     return copies, dprobs
 
 

@@ -189,7 +189,6 @@ RULES: tuple[Rule, ...] = (
             _SAME_DTYPE,
             _PLAIN_FC1_BIAS,
             *_FP8_ACT,
-            _PLAIN_PREACT,
             _PLAIN_BACKWARD,
         ),
         program=GROUPED_MLP_FP8,
@@ -199,7 +198,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="mlp_fp8",
         pattern=(slot("fc1", "linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "linear")),
-        guards=(*_FP8_BLOCKS, _FITS, _SAME_DTYPE, *_FP8_ACT, _PLAIN_PREACT, _PLAIN_BACKWARD),
+        guards=(*_FP8_BLOCKS, _FITS, _SAME_DTYPE, *_FP8_ACT, _PLAIN_BACKWARD),
         program=GROUPED_MLP_FP8,
         kernels=FP8_MLP_KERNELS,
         example=examples.FFN_FP8,

@@ -101,7 +101,8 @@ class Options:
 
     kind: "store", "act" or "dact", the epilogue. straddles: gate and up rows meet inside a block of the weight.
     halves: of the contracted columns, whose blocks are cut separately (a gated gradient that straddles).
-    factor: dtype of probs or of the bias scale, "" if absent. keeps: "act" stores the pre-activation.
+    factor: dtype of probs or of the bias scale, "" if absent. keeps: "act" stores the pre-activation. quantized_preact:
+    in E4M3 blocks, in which "dact" reads it.
     rowwise, columnwise: the quantised copies wanted. has_dprobs, has_dbias: "dact" only. alone: SMs are to stay free.
     """
 
@@ -113,6 +114,7 @@ class Options:
     has_bias: bool = False
     factor: str = ""
     keeps: bool = False
+    quantized_preact: bool = False
     rowwise: bool = False
     columnwise: bool = False
     power_of_two: bool = True
@@ -135,8 +137,13 @@ LONG = 4096
 HANDED_OVER = ("clamped_swiglu", "qgeglu", "reglu")
 """Activations whose gradient would spill in a warpgroup with a tile of its own."""
 
+HANDED_OVER_KEPT = (*HANDED_OVER, "gelu")
+"""Those at a pre-activation that was kept quantised."""
 
-def choose(kind: str, columns: int, contracted: int = 0, activation: Activation | None = None) -> Config | OwnTiles:
+
+def choose(
+    kind: str, columns: int, contracted: int = 0, activation: Activation | None = None, quantized_preact: bool = False
+) -> Config | OwnTiles:
     """The configuration for one kernel; columns: of the product.
 
     Products take 192 columns where that multiplies fewer zeros, or not many more of long sums. An activation hands 64
@@ -149,7 +156,8 @@ def choose(kind: str, columns: int, contracted: int = 0, activation: Activation 
         return Config(192, chunks=(96, 96), pieces=4) if fewer else Config()
     if kind == "act":
         return Config(256, stages=3, consumer_registers=208, finishing_registers=72)
-    if kind == "dact" and activation is not None and activation.kind in HANDED_OVER:
+    handed_over = HANDED_OVER_KEPT if quantized_preact else HANDED_OVER
+    if kind == "dact" and activation is not None and activation.kind in handed_over:
         return Config(128, stages=4, chunks=(64, 64), consumer_registers=144, finishing_registers=200)
     if kind == "dact":
         return OwnTiles()

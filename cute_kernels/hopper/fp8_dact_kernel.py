@@ -37,6 +37,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cute_kernels.hopper.configs import CONSUMERS
 from cute_kernels.hopper.epilogues import eights, epilogue
 from cute_kernels.hopper.epilogues.eights_dactivation import Differentiate
+from cute_kernels.hopper.epilogues.quantized_kept import DifferentiateKept
 from cute_kernels.hopper.fp8_configs import BLOCK, HALF_BLOCK, Options
 from cute_kernels.hopper.fp8_products import (
     INSTRUCTION_K,
@@ -121,7 +122,8 @@ class Fp8GroupedDact:
         config = options.config
         self.stages, self.strip = config.stages, config.strip
         self.registers = config.producer_registers, config.consumer_registers
-        self.epilogue = Differentiate(options.activation, options.power_of_two, options.has_dbias)
+        differentiate = DifferentiateKept if options.quantized_preact else Differentiate
+        self.epilogue = differentiate(options.activation, options.power_of_two, options.has_dbias)
         self.alone = options.alone
 
     @cute.jit
@@ -278,7 +280,7 @@ class Fp8GroupedDact:
     def prefetch(self, preact: cute.Tensor, tile, width):
         """L2 fetches the tile's pre-activation, a row of a half a lane at a time."""
         column = tile.column_tile * BLOCK
-        size = cutlass.min(width - column, BLOCK) * 2
+        size = cutlass.min(width - column, BLOCK) * (preact.element_type.width // 8)
         for half in range(self.epilogue.halves):
             for step in range(BLOCK // 32):
                 row = tile.row + step * 32 + cute.arch.lane_idx()

@@ -26,12 +26,13 @@ from cute_kernels.catalog import (
     Kernel,
 )
 from cute_kernels.facts import VECTOR_BYTES, TensorFacts, facts, facts_or_none
-from cute_kernels.fp8_reference import BLOCK, Fp8Copies, scales_in_row
+from cute_kernels.fp8_reference import BLOCK, Fp8Copies, kept_shapes, scales_in_row
 from cute_kernels.hopper.configs import grid_size
 from cute_kernels.hopper.fp8_configs import Config, Options, OwnTiles, choose
 from cute_kernels.hopper.operands import KEPT, check_offsets, check_shape, multiprocessors
 from cute_kernels.hopper.product_operands import check_factor, contiguous, factor_name, whole
 from cute_kernels.quantization.groups import padded_rows
+from cute_kernels.quantization.quantize import Quantized, parts_of
 
 MODULES = {
     Config: "cute_kernels.hopper.fp8_grouped_gemm_kernel",
@@ -39,7 +40,7 @@ MODULES = {
 }
 """The device module that a kind of configuration is for."""
 ARCH = SM90_FP8_GROUPED_GEMM.arch
-E4M3, FP32 = torch.float8_e4m3fn, torch.float32
+KEPT_IN = E4M3, FP32 = torch.float8_e4m3fn, torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +111,25 @@ def fp8_grouped_gemm_act(
     columnwise: bool = True,
     save_preact: bool = True,
     power_of_two: bool = True,
+    quantize_preact: bool = False,
     sm_margin: int = 0,
-) -> tuple[Fp8Copies, Tensor | None]:
+) -> tuple[Fp8Copies, Tensor | Quantized | None]:
     """`fp8_reference.fp8_grouped_gemm_act`: (copies of act, preact bf16 [T, N] or None), with undefined tails."""
     operands = (x, x_scale, w, w_scale, offsets)
     plan = _act_plan(
         tuple(map(facts, operands)), facts(padded), activation, facts_or_none(bias), facts_or_none(probs),
-        rowwise, columnwise, save_preact, power_of_two, sm_margin,
+        rowwise, columnwise, save_preact, power_of_two, quantize_preact, sm_margin,
     )  # fmt: skip
     act = _copies(plan, x.device, plan.n // activation.halves)
-    preact = torch.empty(plan.rows, plan.n, dtype=torch.bfloat16, device=x.device) if save_preact else None
-    _run(plan, operands, (*act[:4], preact, whole(bias), contiguous(probs), padded if columnwise else None))
+    preact: Tensor | Quantized | None = None
+    if plan.options.quantized_preact:
+        shapes = kept_shapes(plan.rows, plan.n, activation.halves)
+        preact = Quantized(*(torch.empty(s, dtype=d, device=x.device) for s, d in zip(shapes, KEPT_IN, strict=True)))
+    elif save_preact:
+        preact = torch.empty(plan.rows, plan.n, dtype=torch.bfloat16, device=x.device)
+    data, scale = parts_of(preact)
+    outputs = (*act[:4], data, whole(bias), contiguous(probs), padded if columnwise else None)
+    _run(plan, operands, outputs if scale is None else (*outputs, scale))
     return act, preact
 
 
@@ -135,6 +144,7 @@ def _act_plan(
     columnwise: bool,
     save_preact: bool,
     power_of_two: bool,
+    quantize_preact: bool,
     sm_margin: int,
 ) -> Plan:
     kernel, x = SM90_FP8_GROUPED_GEMM_ACT, operands[0]
@@ -151,6 +161,7 @@ def _act_plan(
         "act", choose("act", n), activation=activation, straddles=activation.is_glu and width % BLOCK != 0,
         has_bias=bias is not None, factor=factor_name(probs), keeps=save_preact,
         rowwise=rowwise, columnwise=columnwise, power_of_two=power_of_two,
+        quantized_preact=save_preact and quantize_preact,
     )  # fmt: skip
     return _plan(kernel, options, x, groups, n, options.config.column_tiles(n, activation.halves), sm_margin)
 
@@ -162,7 +173,7 @@ def fp8_grouped_gemm_dact(
     w_scale: Tensor,
     offsets: Tensor,
     padded: Tensor,
-    preact: Tensor,
+    preact: Tensor | Quantized,
     activation: Activation,
     probs: Tensor | None = None,
     rowwise: bool = True,
@@ -176,9 +187,9 @@ def fp8_grouped_gemm_dact(
 
     The tail of dprobs is zero, that of the copies undefined. Column sums come with the transposed copy only.
     """
-    operands = (dy, dy_scale, w, w_scale, offsets)
+    operands, (data, scale) = (dy, dy_scale, w, w_scale, offsets), parts_of(preact)
     plan = _dact_plan(
-        tuple(map(facts, operands)), facts(padded), facts(preact), activation, facts_or_none(probs),
+        tuple(map(facts, operands)), facts(padded), facts(data), facts_or_none(scale), activation, facts_or_none(probs),
         rowwise, columnwise, need_dprobs, need_dbias, power_of_two, sm_margin,
     )  # fmt: skip
     device, columns = dy.device, activation.halves * plan.n
@@ -188,8 +199,8 @@ def fp8_grouped_gemm_dact(
     if need_dbias:
         sums = torch.empty(plan.tokens // BLOCK, columns, dtype=FP32, device=device)
         dbias = (torch.empty if plan.rows else torch.zeros)(plan.groups, columns, dtype=FP32, device=device)
-    outputs = (*dpreact[:4], partial, sums, dbias, preact, contiguous(probs), padded if columnwise else None)
-    _run(plan, operands, outputs)
+    outputs = (*dpreact[:4], partial, sums, dbias, data, contiguous(probs), padded if columnwise else None)
+    _run(plan, operands, outputs if scale is None else (*outputs, scale))
     return dpreact._replace(sums=dbias), None if partial is None else partial.sum(1)
 
 
@@ -198,6 +209,7 @@ def _dact_plan(
     operands: tuple[TensorFacts, ...],
     padded: TensorFacts,
     preact: TensorFacts,
+    preact_scale: TensorFacts | None,
     activation: Activation,
     probs: TensorFacts | None,
     rowwise: bool,
@@ -210,14 +222,18 @@ def _dact_plan(
     kernel, dy = SM90_FP8_GROUPED_GEMM_DACT, operands[0]
     groups, width, h = _check_product(kernel, "dy", operands)
     check_shape(kernel.name, "padded", padded, (groups + 1,), dy, (torch.int32,))
-    _check_memory(kernel, "preact", preact, (dy.shape[0], activation.halves * width), dy, torch.bfloat16)
+    shapes = kept_shapes(dy.shape[0], activation.halves * width, activation.halves)
+    _check_memory(kernel, "preact", preact, shapes[0], dy, torch.bfloat16 if preact_scale is None else E4M3)
+    if preact_scale is not None:
+        _check_memory(kernel, "preact's scale", preact_scale, shapes[1], dy, FP32)
     check_factor(kernel, "probs", probs, dy)
     _check_wanted(kernel, rowwise, columnwise, need_dbias)
     kernel.require(H=h, I=width, activation=activation.kind)
     options = Options(
-        "dact", choose("dact", width, h, activation), activation=activation, factor=factor_name(probs), rowwise=rowwise,
-        columnwise=columnwise, power_of_two=power_of_two, has_dprobs=need_dprobs, has_dbias=need_dbias,
-        alone=need_dbias and sm_margin > 0,
+        "dact", choose("dact", width, h, activation, preact_scale is not None), activation=activation,
+        factor=factor_name(probs), rowwise=rowwise, columnwise=columnwise, power_of_two=power_of_two,
+        has_dprobs=need_dprobs, has_dbias=need_dbias, alone=need_dbias and sm_margin > 0,
+        quantized_preact=preact_scale is not None,
     )  # fmt: skip
     return _plan(kernel, options, dy, groups, width, options.config.column_tiles(width), sm_margin)
 

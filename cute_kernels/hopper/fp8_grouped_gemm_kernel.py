@@ -48,6 +48,7 @@ from cute_kernels.hopper.configs import CONSUMERS
 from cute_kernels.hopper.epilogues import epilogue, quantized
 from cute_kernels.hopper.epilogues.quantized_activation import QuantizedActivate
 from cute_kernels.hopper.epilogues.quantized_dactivation import QuantizedDifferentiate
+from cute_kernels.hopper.epilogues.quantized_kept import QuantizedActivateKept, QuantizedDifferentiateKept
 from cute_kernels.hopper.epilogues.store import Store
 from cute_kernels.hopper.fp8_configs import BLOCK, HALF_BLOCK, Options
 from cute_kernels.hopper.fp8_products import (
@@ -58,6 +59,7 @@ from cute_kernels.hopper.fp8_products import (
     fake_copies,
     fake_gradient,
     fake_padded,
+    fake_preact,
     products,
     scale_rows,
     sixteens,
@@ -496,8 +498,10 @@ def make_epilogue(options: Options):
     if options.kind == "store":
         return Store(cut, config.pieces, zero_tail=True)
     if options.kind == "act":
-        return QuantizedActivate(options.activation, cut, options.power_of_two)
-    return QuantizedDifferentiate(options.activation, cut, options.power_of_two, options.has_dbias)
+        activate = QuantizedActivateKept if options.quantized_preact else QuantizedActivate
+        return activate(options.activation, cut, options.power_of_two)
+    differentiate = QuantizedDifferentiateKept if options.quantized_preact else QuantizedDifferentiate
+    return differentiate(options.activation, cut, options.power_of_two, options.has_dbias)
 
 
 def build(options: Options):
@@ -518,5 +522,5 @@ def fake_epilogue(options: Options, rows, columns) -> tuple:
     width = sixteens()  # of what is quantised
     if options.kind == "dact":
         return fake_gradient(options, rows, width)
-    whole = matrix(BFloat16, rows, columns) if options.keeps else None
-    return *fake_copies(options, rows, width), whole, bias, factor, fake_padded(options)
+    preact, scales = fake_preact(options, rows, columns) if options.keeps else (None, ())
+    return (*fake_copies(options, rows, width), preact, bias, factor, fake_padded(options), *scales)

@@ -80,6 +80,13 @@ def fake_padded(options: Options):
     return vector(Int32, cute.sym_int()) if options.columnwise else None
 
 
+def fake_preact(options: Options, rows, columns) -> tuple:
+    """(a pre-activation, its scales: one tensor, or none where it is not quantised)."""
+    if options.quantized_preact:
+        return matrix(Float8E4M3FN, rows, columns), (scale_rows(),)
+    return matrix(BFloat16, rows, columns), ()
+
+
 def fake_gradient(options: Options, rows, width) -> tuple:
     """The arguments of an epilogue that quantises a gradient, in the order of its Args."""
     partial = None
@@ -87,5 +94,6 @@ def fake_gradient(options: Options, rows, width) -> tuple:
         partial = make_fake_compact_tensor(Float32, (rows, cute.sym_int()), stride_order=(1, 0), assumed_align=4)
     sums, dbias = (matrix(Float32, cute.sym_int(), width) if options.has_dbias else None for _ in range(2))
     factor = vector(DTYPES[options.factor], rows) if options.factor else None
-    copies = fake_copies(options, rows, width)
-    return *copies, partial, sums, dbias, matrix(BFloat16, rows, width), factor, fake_padded(options)
+    preact, scales = fake_preact(options, rows, width)
+    given = *fake_copies(options, rows, width), partial, sums, dbias, preact, factor, fake_padded(options)
+    return (*given, *scales)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from cute_kernels.quantization.quantize import Quantized
 from fusible_ops.fused.fp8_parts import (
     copies_of,
     graded,
@@ -22,7 +23,8 @@ from fusible_ops.fused.quantized_mlp import Backward, Forward, QuantizedMLP
 class GroupedMLPFp8(QuantizedMLP):
     """A `QuantizedMLP` under `Float8BlockScaling`.
 
-    Forward: quantise x; product + activation (× probs) + quantise, the pre-activation kept in BF16; product (+ bias).
+    Forward: quantise x; product + activation (× probs) + quantise, the pre-activation kept in BF16 or quantised along
+    its rows; product (+ bias).
     Backward: quantise dy; product + activation gradient + quantise (with the gradients of probs and bias); two weight
     gradients; the input's gradient. Every quantise gives both orientations in one pass, and only the transposed one of
     x and of the activation is saved.
@@ -31,7 +33,7 @@ class GroupedMLPFp8(QuantizedMLP):
     def keeps(self) -> dict[int, int]:
         return {2: self.act.at, 3: self.act.at, 7: 0, 8: 0, 9: self.fc2.at, 10: self.fc2.at}
 
-    def products(self, call: Forward) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
+    def products(self, call: Forward) -> tuple[Tensor, Tensor | Quantized | None, Sequence[Tensor | None]]:
         ctxs, recipe, kernels, records = call.ctxs, call.recipe, call.kernels, call.records
         offsets = call.groups.offsets
         w1, w2 = (
@@ -54,6 +56,7 @@ class GroupedMLPFp8(QuantizedMLP):
             columnwise=call.trains[1],
             save_preact=call.passes[1],
             power_of_two=power_of_two(recipe),
+            quantize_preact=recipe.preactivation_format is not None,
         )
         y = kernels.fp8_grouped_gemm(act.data, act.scale, w2.data, w2.scale, offsets, call.biases[1], call.scales)
         kept1, kept2 = kept_of_weights(self.fc1, ctxs, w1), kept_of_weights(self.fc2, ctxs, w2)

@@ -25,7 +25,8 @@ OTHERS = [kind for kind in SM90_ACTIVATIONS if kind not in ("clamped_swiglu", "g
 
 
 def options(kind: str, columns: int = 1024, **facts) -> Options:
-    return Options(kind, choose(kind, columns, activation=facts.get("activation")), **facts)
+    kept = facts.get("quantized_preact", False)
+    return Options(kind, choose(kind, columns, 0, facts.get("activation"), kept), **facts)
 
 
 CASES = {
@@ -44,6 +45,19 @@ CASES = {
     "dact_relu_columns": options("dact", activation=Activation("relu"), columnwise=True),
     "dact_swiglu_rows": options("dact", activation=SWIGLU, rowwise=True),
     **{f"dact_{kind}": options("dact", activation=Activation(kind), **GRADIENTS) for kind in OTHERS},
+    "act_kept_clamped_straddling": options(
+        "act", activation=CLAMPED, straddles=True, quantized_preact=True, **EVERYTHING
+    ),
+    "act_kept_gelu_fp32_scales": options(
+        "act", activation=GELU, power_of_two=False, quantized_preact=True, **EVERYTHING
+    ),
+    "dact_kept_swiglu": options("dact", activation=SWIGLU, quantized_preact=True, **GRADIENTS),
+    "dact_kept_swiglu_rows": options("dact", activation=SWIGLU, rowwise=True, quantized_preact=True),
+    "dact_kept_clamped": options("dact", activation=CLAMPED, quantized_preact=True, **GRADIENTS),
+    "dact_kept_geglu": options("dact", activation=Activation("geglu"), quantized_preact=True, **GRADIENTS),
+    "dact_kept_gelu_fp32_scales": options(
+        "dact", activation=GELU, power_of_two=False, quantized_preact=True, **GRADIENTS
+    ),
 }
 
 

@@ -18,6 +18,8 @@ from tests.models import ACTIVATIONS, MLP, Inputs, as_if_on, step
 
 BLOCK = ops.Float8BlockScaling()
 F32 = ops.Float8BlockScaling(use_f32_scales=True)
+KEPT = ops.Float8BlockScaling(preactivation="quantized")
+KEPT_F32 = ops.Float8BlockScaling(use_f32_scales=True, preactivation="quantized")
 BF16 = torch.bfloat16
 WORSE = 1.05
 """How much larger the error of a fused gradient against FP32 may be than that of the unfused one."""
@@ -313,6 +315,48 @@ def test_launches() -> None:
         with torch.no_grad():
             _, calls = watched(lambda: again(x, sizes, probs, sizes))
         assert calls == [forward[0], *["fp8_quantize_weight"] * 2, *forward[1:]]
+
+
+@pytest.mark.parametrize("splits", [TAIL, OFF_TILE], ids=str)
+@pytest.mark.parametrize("recipe", [KEPT, KEPT_F32], ids=["powers", "f32"])
+@pytest.mark.parametrize("activation", ["scaled_swiglu", "clamped_swiglu", "scaled_srelu"])
+def test_a_pre_activation_that_is_kept_quantised(splits: Splits, recipe: ops.Recipe, activation: str) -> None:
+    """As unfused; y as without. Of halves of 192 and 320 columns the last block is short."""
+    for intermediate in (192, 320):
+        mlp = MLP(activation, hidden=160, intermediate=intermediate, bias=True)
+        model, inputs = mlp.build(splits, "cpu", BF16), Inputs.random(splits, mlp.hidden, "cpu", BF16)
+        if activation == "clamped_swiglu":  # whose gradient jumps: against FP32 single values decide
+            compare(model, lambda m, mlp=mlp, inputs=inputs: step(m, mlp, inputs), recipe)
+        else:
+            compare_mlp(mlp, splits, recipe)
+        results = []
+        for each in (recipe, F32 if recipe is KEPT_F32 else BLOCK):
+            with ops.autocast(recipe=each):
+                results.append(step(model, mlp, inputs)["y"])
+        assert_bitwise_equal(*results, "y")
+
+
+def test_of_a_kept_pre_activation_a_byte_is_kept() -> None:
+    mlp, splits = MLP(hidden=160, intermediate=192), Splits("rows", (100, 0, 28, 72), 256)
+    model, inputs = mlp.build(splits, "cpu", BF16), Inputs.random(splits, mlp.hidden, "cpu", BF16)
+    saved: dict[int, Tensor] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        saved[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with ops.autocast(recipe=KEPT), as_if_on("sm_90a"), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        fused(model, KEPT)(inputs.x.clone().requires_grad_(), *mlp.extras(splits.tensor(), inputs.probs))
+    shapes = [tuple(t.shape) for t in saved.values()]
+    assert (256, 2 * 192) in shapes and (2 * 2, 256) in shapes
+    assert not any(t.dtype == BF16 and t.shape == (256, 2 * 192) for t in saved.values())
+
+
+def test_a_linear_and_activation_alone_run_unfused() -> None:
+    model = ops.Sequential(ops.Linear(160, 256, device="cpu", dtype=BF16), ops.SwiGLU(), ops.Quantize())
+    told = model.explain("sm_90a", recipe=KEPT)
+    line, *_ = [line for line in told.splitlines() if line.startswith("    x linear_activation_fp8 ")]
+    assert "needs preactivation='high_precision'" in line
 
 
 @pytest.mark.parametrize("scale_bias", [False, True])

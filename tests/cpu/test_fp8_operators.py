@@ -33,10 +33,10 @@ CALLS = {
     "fp8_grouped_gemm": (x.data, x.scale, w1.data, w1.scale, OFFSETS, torch.randn(3, N).bfloat16(), PROBS, 1),
     "fp8_grouped_gemm_act": (
         *(x.data, x.scale, w1.data, w1.scale, OFFSETS, PADDED, SWIGLU.encode(), None, PROBS),
-        *(True, True, True, True),
+        *(True, True, True, True, False),
     ),
     "fp8_grouped_gemm_dact": (
-        *(dy.data, dy.scale, w2.data_t, w2.scale_t, OFFSETS, PADDED, PREACT, SWIGLU.encode(), PROBS),
+        *(dy.data, dy.scale, w2.data_t, w2.scale_t, OFFSETS, PADDED, PREACT, None, SWIGLU.encode(), PROBS),
         *(True, True, True, True, True),
     ),
     "fp8_grouped_wgrad": (dy.data_t, dy.scale_t, x.data_t, x.scale_t, PADDED, 0),
@@ -83,6 +83,23 @@ CALLS |= {
 }
 
 
+KEPT = fp8_reference.kept(PREACT, 2)
+QUANTISED = {
+    "fp8_grouped_gemm_act": (*CALLS["fp8_grouped_gemm_act"][:-1], True),
+    "fp8_grouped_gemm_dact": (
+        *CALLS["fp8_grouped_gemm_dact"][:6],
+        *KEPT[:2],
+        *CALLS["fp8_grouped_gemm_dact"][8:],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_operator_with_a_kept_pre_activation_is_well_formed(name: str) -> None:
+    operator = getattr(torch.ops.fusible_ops, name).default
+    torch.library.opcheck(operator, QUANTISED[name], test_utils=("test_faketensor",))
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_operator_is_well_formed(name: str) -> None:
     """The shape function, by PyTorch's own checker (its check of schemas knows no FP8); operands are left alone."""
@@ -122,6 +139,10 @@ def test_cpu_tensors_get_the_reference(flags: tuple[bool, bool], activation: Act
         lambda m: m.fp8_grouped_gemm_act(*operands, PADDED, activation, None, PROBS, *flags, save_preact=flags[0]),
         lambda m: m.fp8_grouped_gemm_dact(
             *back, preact, activation, PROBS, *flags, need_dprobs=flags[0], need_dbias=flags[1]
+        ),
+        lambda m: m.fp8_grouped_gemm_act(*operands, PADDED, activation, save_preact=flags[0], quantize_preact=True),
+        lambda m: m.fp8_grouped_gemm_dact(
+            *back, fp8_reference.kept(preact, activation.halves), activation, PROBS, *flags, need_dprobs=flags[0]
         ),
         lambda m: m.fp8_grouped_wgrad(dy.data_t, dy.scale_t, x.data_t, x.scale_t, PADDED),
     ):

@@ -8,6 +8,7 @@ import torch
 from cute_kernels import fp8_reference as fp8
 from cute_kernels import reference
 from cute_kernels.activation import Activation
+from cute_kernels.quantization.quantize import Quantized
 from tests.cases import OFF_TILE, SPLITS, TAIL, Splits, full
 from tests.compare import assert_as_accurate, assert_bitwise_equal
 
@@ -303,6 +304,78 @@ def gradient(splits: Splits, activation: Activation, h: int, i: int, exact: bool
     probs = torch.randint(1, 9, (splits.rows,), device=DEVICE) / 4 if exact else torch.rand(splits.rows, device=DEVICE)
     probs[splits.used :] = NAN
     return dy, w, preact, probs
+
+
+def used_of(kept: Quantized, splits: Splits) -> list[torch.Tensor]:
+    """Bytes and scales of rows that there are."""
+    used = splits.used
+    return [kept.data[:used].contiguous().view(torch.uint8), kept.scale[:, :used].contiguous()]
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("activation", EXACT, ids=ids)
+@pytest.mark.parametrize("splits", (*SPLITS, RAGGED, SKEWED), ids=str)
+@pytest.mark.parametrize(("k", "i"), [(144, 192), (768, 384)])
+def test_kept_quantised_of_exact_sums(
+    activation: Activation, splits: Splits, k: int, i: int, power_of_two: bool
+) -> None:
+    """act as without; the kept bytes and scales are those of a quantise; gradients as at those values."""
+    x, w, bias, probs = problem(splits, activation, k, i, exact=True)
+    arguments = (*x, *w, *offsets_of(splits), activation, bias, probs, True, True, True, power_of_two)
+    poison((splits.rows, 2 * i), (splits.rows, i))
+    copies, kept = hopper("fp8_grouped_gemm_act")(*arguments, True)
+    expected, want = fp8.fp8_grouped_gemm_act(*arguments, True)
+    for a, b in zip(used_of(kept, splits), used_of(want, splits), strict=True):
+        assert_bitwise_equal(a, b, "kept")
+    assert_same_copies(copies, expected, splits)
+
+
+def test_kept_quantised_has_the_bytes_of_a_quantise() -> None:
+    for power_of_two in (True, False):
+        x, w, bias, probs = problem(RAGGED, SMOOTH[0], 768, 1856, exact=False)
+        arguments = (*x, *w, *offsets_of(RAGGED), SMOOTH[0], bias, probs, True, True, True, power_of_two)
+        (copies, kept), (plain, preact) = (hopper("fp8_grouped_gemm_act")(*arguments, q) for q in (True, False))
+        assert_same_copies(copies, plain, RAGGED)
+        for a, b in zip(used_of(kept, RAGGED), used_of(fp8.kept(preact, 2, power_of_two), RAGGED), strict=True):
+            assert_bitwise_equal(a, b, "kept")
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("activation", EXACT, ids=ids)
+@pytest.mark.parametrize("splits", (*SPLITS, RAGGED, SKEWED), ids=str)
+@pytest.mark.parametrize(("h", "i"), [(144, 192), (384, 768)])
+def test_gradient_at_a_kept_pre_activation_of_exact_sums(
+    activation: Activation, splits: Splits, h: int, i: int, power_of_two: bool
+) -> None:
+    dy, w, preact, probs = gradient(splits, activation, h, i, exact=True)
+    kept = fp8.kept(preact, activation.halves, True)  # of small integers: read back as they were
+    arguments = (*dy, *w, *offsets_of(splits), kept, activation, probs)
+    asked = {"need_dprobs": True, "need_dbias": i == 192, "power_of_two": power_of_two}
+    poison((splits.rows, 2 * i), (splits.rows, i))
+    copies, dprobs = hopper("fp8_grouped_gemm_dact")(*arguments, **asked)
+    expected, sums = fp8.fp8_grouped_gemm_dact(*arguments, **asked)
+    assert_same_copies(copies, expected, splits)
+    assert_as_accurate(dprobs, sums, sums, "dprobs")
+    check_tail(splits, dprobs)
+    if i == 192:
+        assert_as_accurate(copies.sums, expected.sums, expected.sums, "dbias")
+
+
+@pytest.mark.parametrize("activation", SMOOTH, ids=ids)
+@pytest.mark.parametrize(("h", "i"), [(2880, 1856), (768, 768)])
+def test_gradient_at_a_kept_pre_activation(activation: Activation, h: int, i: int) -> None:
+    """That at the same values in BF16, which hold them exactly, bit for bit."""
+    dy, w, preact, probs = gradient(RAGGED, activation, h, i, exact=False)
+    kept = fp8.kept(preact, activation.halves)
+    values = fp8.kept_values(kept, activation.halves).bfloat16()
+    results = [
+        hopper("fp8_grouped_gemm_dact")(*dy, *w, *offsets_of(RAGGED), p, activation, probs, need_dprobs=True)
+        for p in (kept, values)
+    ]
+    same = activation.kind != "gelu"  # whose other kernel rounds sums in another order
+    if same:
+        assert_same_copies(results[0][0], results[1][0], RAGGED)
+    assert_as_accurate(results[0][1], results[1][1], results[1][1], "dprobs")
 
 
 @pytest.mark.parametrize("activation", EXACT, ids=ids)

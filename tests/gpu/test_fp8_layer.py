@@ -14,12 +14,13 @@ import fusible_ops as ops
 from fusible_ops.quantized_tensor import quantized
 from tests.bench.timing import launches, requested_bytes
 from tests.cases import Splits, full
-from tests.compare import assert_bitwise_equal
-from tests.models import MLP, Inputs
+from tests.compare import assert_bitwise_equal, relative_error
+from tests.models import MLP, Inputs, step
 from tests.places import BLOCK, HOPPER
 
 pytestmark = HOPPER
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
+KEPT = ops.Float8BlockScaling(preactivation="quantized")
 TAIL = Splits("tail", (96, 0, 130, 74), 512)
 FULL = full("full", 200, 0, 130, 182)
 
@@ -27,7 +28,14 @@ FULL = full("full", 200, 0, 130, 182)
 class Layer:
     """A fused layer, its inputs and whole steps of it under the recipe."""
 
-    def __init__(self, splits: Splits = FULL, dtype: torch.dtype = torch.bfloat16, **options: object) -> None:
+    def __init__(
+        self,
+        splits: Splits = FULL,
+        dtype: torch.dtype = torch.bfloat16,
+        recipe: ops.Recipe = BLOCK,
+        **options: object,
+    ) -> None:
+        self.recipe = recipe
         self.mlp, self.splits = MLP(**{"hidden": 256, "intermediate": 192, **options}), splits
         self.model = self.mlp.build(splits, "cuda", dtype, on_unfused="error")
         self.inputs = Inputs.random(splits, self.mlp.hidden, "cuda", torch.bfloat16)
@@ -35,7 +43,7 @@ class Layer:
         self.x, self.probs = self.inputs.x.requires_grad_(), self.inputs.probs.requires_grad_()
 
     def forward(self, model: ops.Sequential | None = None) -> Tensor:
-        with ops.autocast(recipe=BLOCK):
+        with ops.autocast(recipe=self.recipe):
             return (model or self.model)(self.x, *self.mlp.extras(self.sizes, self.probs))
 
     def fresh(self) -> ops.Sequential:
@@ -79,9 +87,10 @@ def test_bytes_of_exact_sums_are_those_of_quantize(width: int) -> None:
 
 
 @pytest.mark.parametrize("intermediate", [192, 1856])
-def test_memory_that_nobody_wrote_is_never_used(intermediate: int) -> None:
+@pytest.mark.parametrize("recipe", [BLOCK, KEPT], ids=["plain", "kept"])
+def test_memory_that_nobody_wrote_is_never_used(recipe: ops.Recipe, intermediate: int) -> None:
     """NaN wherever the allocator gives memory out: padding of scales, tails, unused blocks of transposed copies."""
-    layer = Layer(TAIL, intermediate=intermediate, bias=True, scale_bias=True)
+    layer = Layer(TAIL, recipe=recipe, intermediate=intermediate, bias=True, scale_bias=True)
     want = layer.gradients()
     for _ in range(3):
         blocks = [torch.full((2**i,), float("nan"), device="cuda") for i in range(7, 24) for _ in range(8)]
@@ -94,15 +103,35 @@ def test_memory_that_nobody_wrote_is_never_used(intermediate: int) -> None:
         assert_all_equal(got, want)
 
 
-def test_same_bits_in_100_runs() -> None:
+@pytest.mark.parametrize("recipe", [BLOCK, KEPT], ids=["plain", "kept"])
+def test_same_bits_in_100_runs(recipe: ops.Recipe) -> None:
     sizes = tuple(int(i * 397 % 611) for i in range(16))
-    layer = Layer(Splits("uneven", sizes, sum(sizes) + 50), hidden=512, intermediate=384, bias=True, scale_bias=True)
+    splits = Splits("uneven", sizes, sum(sizes) + 50)
+    layer = Layer(splits, recipe=recipe, hidden=512, intermediate=384, bias=True, scale_bias=True)
     first = layer.gradients()
     different = torch.zeros(len(first), dtype=torch.int64, device="cuda")
     for _ in range(100):
         pairs = zip(layer.gradients(), first, strict=True)
         different += torch.stack([(a.view(torch.uint8) != b.view(torch.uint8)).sum() for a, b in pairs])
     assert different.tolist() == [0] * len(first)
+
+
+@pytest.mark.parametrize("activation", ["scaled_swiglu", "clamped_swiglu", "scaled_srelu", "gelu"])
+@pytest.mark.parametrize("intermediate", [256, 320])
+def test_a_pre_activation_that_is_kept_quantised(activation: str, intermediate: int) -> None:
+    """The same y as without; gradients near the unfused ones."""
+    mlp = MLP(activation, hidden=256, intermediate=intermediate, bias=True)
+    model = mlp.build(TAIL, "cuda", torch.bfloat16, on_unfused="error")
+    inputs = Inputs.random(TAIL, mlp.hidden, "cuda", torch.bfloat16)
+    with ops.autocast(recipe=BLOCK):
+        y = step(model, mlp, inputs)["y"]
+    with ops.autocast(recipe=KEPT):
+        got = step(model, mlp, inputs)
+        want = step(ops.Sequential(dict(model.named_children()), rules=()), mlp, inputs)
+    assert_bitwise_equal(got["y"], y, "y")
+    for name, t in want.items():
+        error = relative_error(got[name].float(), t.float())
+        assert error <= 0.03, f"{name}: {error:.4f} from the unfused one"
 
 
 def test_separate_and_stacked_weights_give_the_same_bits() -> None:
@@ -185,9 +214,10 @@ def test_launches_of_a_layer() -> None:
         assert len(launches(layer.forward)) == 4
 
 
-def test_saved_bytes() -> None:
-    """x and act in E4M3, one orientation; the pre-activation in BF16; one orientation of the weights."""
-    layer = Layer(linear={"single_grouped_weight": True})
+@pytest.mark.parametrize("recipe", [BLOCK, KEPT], ids=["plain", "kept"])
+def test_saved_bytes(recipe: ops.Recipe) -> None:
+    """x and act in E4M3, one orientation; the pre-activation in BF16 or E4M3; one orientation of the weights."""
+    layer = Layer(recipe=recipe, linear={"single_grouped_weight": True})
     saved: dict[int, Tensor] = {}
 
     def keep(t: Tensor) -> Tensor:
@@ -199,9 +229,11 @@ def test_saved_bytes() -> None:
     groups, rows, (h, i) = FULL.groups, FULL.rows, (layer.mlp.hidden, layer.mlp.intermediate)
     padded = (rows + 127 * groups) // 128 * 128
     eight = sorted(t.untyped_storage().nbytes() for t in saved.values() if t.element_size() == 1)
-    assert eight == sorted([padded * h, padded * i, groups * 2 * i * h, groups * h * i])
+    kept = [rows * 2 * i] if recipe is KEPT else []
+    assert eight == sorted([padded * h, padded * i, groups * 2 * i * h, groups * h * i, *kept])
     given = {t.untyped_storage().data_ptr() for t in (layer.x, layer.probs, *layer.model.parameters())}
-    assert [t.shape for at, t in saved.items() if t.dtype == torch.bfloat16 and at not in given] == [(rows, 2 * i)]
+    wide = [t.shape for at, t in saved.items() if t.dtype == torch.bfloat16 and at not in given]
+    assert wide == ([] if kept else [(rows, 2 * i)])
 
 
 def test_inference_keeps_one_orientation_of_the_weights() -> None:

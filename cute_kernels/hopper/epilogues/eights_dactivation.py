@@ -92,12 +92,16 @@ class Differentiate(Gradient):
                 found.append(eights.load_global(address, SPAN * 2 * span, wanted, EIGHT // 2))
         return found
 
+    def inputs_of(self, found, half: int, span: int, total):
+        """The eight values of a half and span of what was fetched. total: of the spans before."""
+        return widened(found[half * SPANS + span])
+
     def differentiate(self, grads, inputs, factor):
         """(a list of values for each half, Σ dA·f) of a row."""
         results: list[list] = [[] for _ in range(self.halves)]
         total = Float32(0.0)
         for span in range(SPANS):
-            wide = [widened(inputs[half * SPANS + span]) for half in range(self.halves)]
+            wide = [self.inputs_of(inputs, half, span, total) for half in range(self.halves)]
             for j in range(EIGHT):
                 value, *slopes = self.curve.backward(self.facts, *(x[j] for x in wide))
                 grad = grads[EIGHT * span + j]

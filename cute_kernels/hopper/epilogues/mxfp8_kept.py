@@ -10,6 +10,7 @@ one of up: each of them has one of the four scales, of row q % 2 of half q / 2 f
 
 import functools
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint16, Uint32
 from cutlass._mlir.dialects import llvm
@@ -127,7 +128,10 @@ class DifferentiateKept(DifferentiateMxfp8):
     def reader(self, args, tile, words, dtype, room):
         first = tile.column_tile * self.cut.tile_n
         place = scale_address(args.scales, self.inputs, first, tile, room)
-        held = load_bytes(*place, self.cut.tile_n // BLOCK)
+        left = args.preact.shape[1] // self.inputs - first  # what only fills up a word may be anything
+        held = load_bytes(*place, self.cut.tile_n // BLOCK) & Uint32(0xFFFFFFFF) >> Uint32(
+            cutlass.max(32 - left // 4, 0)
+        )
         pairs = Pairs(in_bytes(room))
 
         @functools.cache

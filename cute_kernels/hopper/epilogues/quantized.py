@@ -131,9 +131,9 @@ def where(condition, yes, no):
     return type(no)(select_(condition, yes, no))
 
 
-def factor_of(amax, power_of_two: bool):
-    """(s, 1 / s) of a block's amax."""
-    return scales(bits_of(amax), power_of_two, "float32")
+def factor_of(amax, power_of_two: bool, source: str = "float32"):
+    """(s, 1 / s) of a block's amax. source: dtype of its values."""
+    return scales(bits_of(amax), power_of_two, source)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -174,7 +174,9 @@ def load_factors(probs, tile, desk: Desk):
 
 
 class Block:
-    """One block of a tile for each of `copies` (its sides), which all come from the same rows."""
+    """One block of a tile for each of `copies` (its sides), which all come from the same rows. source: their dtype."""
+
+    source = "float32"
 
     def __init__(self, copies: tuple, power_of_two: bool, tile, desk: Desk):
         self.copies, self.power_of_two, self.tile, self.desk = copies, power_of_two, tile, desk
@@ -214,7 +216,7 @@ class Block:
                         at = side * PATCH_COLS + j
                         maxima[at] = larger(maxima[at], values[j])
                     if const_expr(part.rows is not None):
-                        factor, inverse = factor_of(over_row(values), self.power_of_two)
+                        factor, inverse = factor_of(over_row(values), self.power_of_two, self.source)
                         inverses[side] = where(lane % ACROSS == i, inverse, inverses[side])
                         column = part.column + desk.column()
                         if row < tile.end and column < part.limit:

@@ -110,7 +110,7 @@ class QuantizedActivate:
         """The finishing warpgroup."""
         factors = quantized.load_factors(args.probs, tile, desk)
         if args.preact is not None:
-            self.store_preact(tile, pieces, desk)
+            self.store_preact(args, tile, pieces, desk)
             if self.halves == 2 and args.columns is not None:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)  # values take the place of what they are formed from
                 cute.arch.sync_warp()
@@ -129,7 +129,7 @@ class QuantizedActivate:
     def limit(self, args):
         return args.rows.shape[1] if args.rows is not None else args.columns.shape[0]
 
-    def store_preact(self, tile, pieces: cute.Tensor, desk: Desk):
+    def store_preact(self, args, tile, pieces: cute.Tensor, desk: Desk):
         """This warp's 32 rows of the tile leave by TMA."""
         atom, tensor = desk.sink
         first = epilogue.RAGGED_ROWS - (tile.end - tile.row) + desk.warp * STORED_ROWS
@@ -147,6 +147,16 @@ class QuantizedActivate:
             cute.copy(atom, source, target)
         cute.arch.cp_async_bulk_commit_group()
 
+    def vectors(self, block: int, i, desk: Desk):
+        """Addresses of row i of this thread's patch of a block, 16 bytes of gate and of up."""
+        chunk = desk.column() // 8
+        piece = desk.warp // 2 * PIECES + 2 * block + chunk // 8
+        row = desk.row() % epilogue.ROWS + i
+        return [
+            desk.tile + piece * PIECE_BYTES + row * 128 + ((chunk % 8) ^ (i % 8)) * 16 + half * 2 * PIECE_BYTES
+            for half in range(self.halves)
+        ]
+
 
 class Activated(quantized.Block):
     """act of one block of the tile, from the rounded pre-activation."""
@@ -157,13 +167,7 @@ class Activated(quantized.Block):
 
     def row(self, held, step: int, i, first, count: int, counts: bool):
         curve, facts, halves, desk = self.made_for.curve, self.made_for.facts, self.made_for.halves, self.desk
-        chunk = desk.column() // 8
-        piece = desk.warp // 2 * PIECES + 2 * self.block + chunk // 8
-        row = desk.row() % epilogue.ROWS + i
-        vectors = [
-            desk.tile + piece * PIECE_BYTES + row * 128 + ((chunk % 8) ^ (i % 8)) * 16 + half * 2 * PIECE_BYTES
-            for half in range(halves)
-        ]
+        vectors = self.made_for.vectors(self.block, i, desk)
         keeps = halves == 2 and self.copies[0].columns is not None
         if keeps and not counts:  # FP32, four columns where gate lay and four where up lay
             words = quantized.load_words(vectors[0] + first // 4 * 2 * PIECE_BYTES, 4)

@@ -121,11 +121,14 @@ class QuantizedDifferentiate(Gradient):
     def finish(self, args, tile, token, pieces: cute.Tensor, desk: Desk):
         """The finishing warpgroup."""
         width, copies = args.preact.shape[1] // self.halves, self.copies(args, tile, token)
-        block = Differentiated(self, args, width, copies, tile, desk)
+        block = self.differentiated(args, width, copies, tile, desk)
         block.quantize()
         block.store_totals(args.partial)
         if args.sums is not None:
             block.store_sums(args.sums)
+
+    def differentiated(self, *given):
+        return Differentiated(self, *given)
 
 
 class Differentiated(quantized.Block):
@@ -143,12 +146,13 @@ class Differentiated(quantized.Block):
             self.sums.fill(0.0)
 
     def begin(self, first, count: int):
-        self.ahead = cute.make_rmem_tensor((BATCH * self.made_for.halves * count // 2,), Uint32)
+        words = count * self.preact.element_type.width // 32
+        self.ahead = cute.make_rmem_tensor((BATCH * self.made_for.halves * words,), Uint32)
         self.fetch(0, first, count)
 
     def fetch(self, number, first, count: int):
         """The saved pre-activation of a batch. Rows and columns that are not there are read elsewhere, for nothing."""
-        halves, words = self.made_for.halves, count // 2
+        halves, words = self.made_for.halves, count * self.preact.element_type.width // 32
         column = cutlass.min(self.tile.column_tile * BLOCK + self.desk.column(), self.width - PATCH_COLS) + first
         copy = cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=32 * words)
         for step in range(BATCH):
@@ -165,13 +169,14 @@ class Differentiated(quantized.Block):
         self.fetch(number + 1, first, count)
         return fetched
 
+    def inputs_of(self, held, step: int, i, count: int):
+        """Of a row of a batch, for each half, the pre-activation's values."""
+        words, halves = count // 2, self.made_for.halves
+        return [quantized.widened(held[(step * halves + half) * words :][:words]) for half in range(halves)]
+
     def row(self, held, step: int, i, first, count: int, counts: bool):
         made_for, desk, tile = self.made_for, self.desk, self.tile
-        words = count // 2
-        inputs = [
-            quantized.widened(held[(step * made_for.halves + half) * words :][:words])
-            for half in range(made_for.halves)
-        ]
+        inputs = self.inputs_of(held, step, i, count)
         row, chunk = desk.row() + i, (desk.column() + first) // 4
         grads = [
             quantized.float_of(word)
