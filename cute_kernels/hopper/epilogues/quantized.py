@@ -174,9 +174,13 @@ def load_factors(probs, tile, desk: Desk):
 
 
 class Block:
-    """One block of a tile for each of `copies` (its sides), which all come from the same rows. source: their dtype."""
+    """One block of a tile for each of `copies` (its sides), which all come from the same rows.
+
+    source: dtype of the values. at_once: rows that are formed together in the first pass.
+    """
 
     source = "float32"
+    at_once = BATCH
 
     def __init__(self, copies: tuple, power_of_two: bool, tile, desk: Desk):
         self.copies, self.power_of_two, self.tile, self.desk = copies, power_of_two, tile, desk
@@ -204,10 +208,10 @@ class Block:
         inverses = cute.make_rmem_tensor((self.sides,), Float32)
         maxima.fill(0.0)
         self.begin(0, PATCH_COLS)
-        for batch in cutlass.range(PATCH_ROWS // BATCH, unroll=1):
+        for batch in cutlass.range(PATCH_ROWS // self.at_once, unroll=1):
             held = self.batch(batch, 0, PATCH_COLS)
-            for step in range_constexpr(BATCH):
-                i = BATCH * batch + step
+            for step in range_constexpr(self.at_once):
+                i = self.at_once * batch + step
                 row = tile.row + desk.row() + i
                 found = self.row(held, step, i, 0, PATCH_COLS, True)
                 for side in range_constexpr(self.sides):

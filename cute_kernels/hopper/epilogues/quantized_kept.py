@@ -68,6 +68,7 @@ class Kept(quantized.Block):
     """The rounded pre-activation of one block of the tile, gate and up."""
 
     source = "bfloat16"
+    at_once = 2
 
     def __init__(self, made_for: QuantizedActivateKept, block: int, copies: tuple, tile, desk: Desk):
         super().__init__(copies, made_for.power_of_two, tile, desk)
