@@ -120,13 +120,15 @@ def _guess(t: Tensor, run: OperationFuser, rows: int) -> str:
     """What a tensor made in between is, by its shape."""
     if t.dtype == torch.int32:
         return "where groups start"
-    if t.dtype == torch.float8_e4m3fn:
-        return "weights in FP8, the same until an update" if t.dim() == 3 else "rows in FP8"
-    if t.dtype == torch.float32 and t.dim() > 1:
+    if t.dtype == torch.float8_e4m3fn and t.dim() == 3:
+        return "weights in FP8, the same until an update"
+    if t.dtype == torch.float8_e8m0fnu or (t.dtype == torch.float32 and t.dim() > 1):
         return "scales of FP8"
     for op, title in run.named:
         if t.shape == (rows, op.output_width(op.input_width())):
-            return f"what {title} gives"
+            return f"what {title} gives" + ", in FP8" * (t.dtype == torch.float8_e4m3fn)
+    if t.dtype == torch.float8_e4m3fn:
+        return "rows in FP8"
     return "made in between"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
+from cute_kernels.quantization.formats import Format
 from patterns.break_even import FP8_BLOCKS, break_even, linears_of
 from patterns.chain import Chain
 from patterns.planner import Plan, Refused, Step
@@ -77,6 +78,11 @@ def _fused(chain: Chain, step: Step, rule: Rule) -> list[str]:
     linears = linears_of(chain.ops[step.start : step.stop])
     if chain.recipe is not None and chain.recipe.name == FP8_BLOCKS and linears:
         lines.append(f"{INDENT}{break_even(linears)} (training, estimated for an H200)")
+    format = None if chain.recipe is None else chain.recipe.facts.get("preactivation")
+    if isinstance(format, Format) and len(linears) == 2:
+        columns = linears[0][2]
+        kept = f"{columns * format.bytes_per_element:.0f} bytes a row ({2 * columns} in bfloat16)"
+        lines.append(f"{INDENT}keeps the pre-activation for backward in {format}: {kept}")
     return lines
 
 

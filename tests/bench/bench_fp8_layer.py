@@ -24,7 +24,7 @@ from tests.bench.bench_grouped_mlp import SHAPES, make_problem
 from tests.bench.timing import launch_times, launches, medians
 
 PARTS = ("forward", "forward + backward")
-RECIPE = ops.Float8BlockScaling()
+RECIPE, KEPT = ops.Float8BlockScaling(), ops.Float8BlockScaling(preactivation="quantized")
 
 
 class Layer:
@@ -59,7 +59,7 @@ class Layer:
 
 def calls_of(p: Problem) -> dict[str, Calls]:
     """Each way has a layer of its own over the same memory: a forward that does not use what is kept drops it."""
-    ways = {"fp8, update": (RECIPE, False), "fp8": (RECIPE, True), "bf16": (None, True)}
+    ways = {"fp8, update": (RECIPE, False), "fp8": (RECIPE, True), "fp8, kept": (KEPT, True), "bf16": (None, True)}
     layers = {name: Layer(p) for name in ways}
     runs = {PARTS[0]: Layer.inference, PARTS[1]: Layer.both}
     return {

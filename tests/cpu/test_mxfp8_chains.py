@@ -14,6 +14,7 @@ import fusible_ops as ops
 from cute_kernels.quantization.formats import mxfp8
 from cute_kernels.quantization.groups import padded_rows
 from fusible_ops.meta_run import Use
+from fusible_ops.picture import as_data
 from fusible_ops.quantized_tensor import QuantizedTensor, quantized
 from fusible_ops.warmup import kernels_of
 from patterns import explain
@@ -314,6 +315,19 @@ def test_on_blackwell_linears_alone_are_fused() -> None:
     at = next(i for i, line in enumerate(told.splitlines()) if line.startswith("    x grouped_mlp_mxfp8_sm100 "))
     assert "needs preactivation='high_precision'" in told.splitlines()[at]
     assert "2 of 3 ops fused" in told
+
+
+def test_explain_and_the_picture_show_what_is_kept() -> None:
+    model = MLP(hidden=256, intermediate=192).build(EVEN, "cpu", BF16)
+    line = "    keeps the pre-activation for backward in MXFP8 E4M3 1x32: 396 bytes a row (768 in bfloat16)"
+    assert line in model.explain("sm_90a", recipe=KEPT).splitlines()
+    assert "keeps the pre-activation" not in model.explain("sm_90a", recipe=RECIPE)
+    kept = {recipe: as_data(model, rows=1024, recipe=recipe)[0]["kept"] for recipe in (RECIPE, KEPT)}
+    for recipe, form, size in ((RECIPE, "", 2), (KEPT, ", in FP8", 1)):
+        found = [row["bytes"] for row in kept[recipe] if row["what"] == f"what GroupedLinear fc1 gives{form}"]
+        assert found == [1024 * 384 * size], kept[recipe]
+    scales = [row["bytes"] for row in kept[KEPT] if row["shape"] == [1024, 2 * 8]]
+    assert scales == [1024 * 2 * 8]
 
 
 def test_warm_up_lists_the_kernels_that_keep_it_quantised() -> None:
