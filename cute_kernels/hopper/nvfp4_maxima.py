@@ -159,4 +159,4 @@ class Maxima:
 
 def maxima_of(args: Any, tile, room) -> Maxima | None:
     """Of results whose epilogue is given somewhere to leave them."""
-    return None if args.amax is None else Maxima(args.amax, args.turned_amax, tile, room)
+    return None if getattr(args, "amax", None) is None else Maxima(args.amax, args.turned_amax, tile, room)
