@@ -15,7 +15,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op, select_
 from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.quantized import larger
 from cute_kernels.hopper.fp8_scales import MAGNITUDES, bf16_bits, exchanged, halves_of, max_halves
-from cute_kernels.hopper.nvfp4_scales import QUARTER, butterfly, half_of, rounded_pair
+from cute_kernels.hopper.nvfp4_scales import QUARTER, butterfly, half_of, larger_halves, rounded_pair
 
 ROWS = 16
 """Of a piece, those of one warp: a block that is rotated."""
@@ -24,10 +24,7 @@ ROW_BYTES, CHUNK_BYTES = 2 * epilogue.COLS, 16
 
 def column_maxima(words):
     """The largest magnitudes of the thread's columns, two a word."""
-    largest = [word & Uint32(MAGNITUDES) for word in words[0]]
-    for row in words[1:]:
-        largest = [max_halves(one, word & Uint32(MAGNITUDES)) for one, word in zip(largest, row, strict=True)]
-    return largest
+    return [functools.reduce(larger_halves, column) & Uint32(MAGNITUDES) for column in zip(*words, strict=True)]
 
 
 def over_lanes(largest, lanes: int):
@@ -39,33 +36,50 @@ def over_lanes(largest, lanes: int):
     return largest
 
 
+def largest_half(words):
+    """The largest magnitude of all values of a thread, in the lower half of a word."""
+    largest = functools.reduce(max_halves, column_maxima(words))
+    return max_halves(largest, largest >> 16) & Uint32(0xFFFF)
+
+
 def largest_of(words, lanes: int):
     """The FP32 bits of the largest magnitude of all values of `lanes` neighbouring lanes."""
-    largest = max_halves(*column_maxima(words))
-    return bf16_bits(over_lanes(max_halves(largest, largest >> 16), lanes) & Uint32(0xFFFF))
+    return bf16_bits(over_lanes(largest_half(words), lanes))
 
 
 @dsl_user_op
-def raise_to(address, bits, looks: bool, *, loc=None, ip=None):
-    """Lane 0 raises an integer in global memory to `bits`, where it is less. looks: it reads it first, and waits."""
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int32(bits))]
-    text = """{ .reg .pred p, q; .reg .b32 lane, old;
-        mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; """
-    if looks:
-        text += """mov.b32 old, 0x7FFFFFFF;
-        @p ld.relaxed.gpu.global.s32 old, [$0];
-        setp.lt.s32 q, old, $1; @q red.relaxed.gpu.global.max.s32 [$0], $1; }"""
-    else:
-        text += "@p red.relaxed.gpu.global.max.s32 [$0], $1; }"
+def raise_to(address, bits, known, *, loc=None, ip=None):
+    """Lane 0 raises an integer in global memory to `bits`, where it is less; never if `known` is not."""
+    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int32(bits), Int32(known))]
+    text = """{ .reg .pred p; .reg .b32 lane;
+        mov.u32 lane, %laneid; setp.lt.s32 p, $2, $1; setp.eq.and.u32 p, lane, 0, p;
+        @p red.relaxed.gpu.global.max.s32 [$0], $1; }"""
     llvm.inline_asm(
-        None, operands, text, "l,r,~{memory}", has_side_effects=True, is_align_stack=False,
+        None, operands, text, "l,r,r,~{memory}", has_side_effects=True, is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
     )  # fmt: skip
 
 
-def raise_group(amax, group, bits, looks: bool = True):
-    """amax[group] is at least the FP32 value of these bits."""
-    raise_to(amax.iterator.toint() + Int64(group) * 4, bits, looks)
+def place_of(amax, group):
+    """The address of amax[group]."""
+    return amax.iterator.toint() + Int64(group) * 4
+
+
+def raise_group(amax, group, bits, known=-1):
+    """amax[group] is at least the FP32 value of these bits, of which it is known to be at least `known`."""
+    raise_to(place_of(amax, group), bits, known)
+
+
+@dsl_user_op
+def look(address, *, loc=None, ip=None):
+    """An integer in global memory that others raise, as it is now or was."""
+    text, operands = "ld.relaxed.gpu.global.s32 $0, [$1];", [Int64(address).ir_value(loc=loc, ip=ip)]
+    return Int32(
+        llvm.inline_asm(
+            T.i32(), operands, text, "=r,l,~{memory}", has_side_effects=True, is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -152,9 +166,9 @@ class Maxima:
     def leave(self):
         """The group's maxima are at least these."""
         found = over_lanes(self.found, 32)
-        raise_group(self.amax, self.tile.group, bf16_bits(found & Uint32(0xFFFF)), False)
+        raise_group(self.amax, self.tile.group, bf16_bits(found & Uint32(0xFFFF)))
         if self.turned_amax is not None:
-            raise_group(self.turned_amax, self.tile.group, bf16_bits(found >> 16), False)
+            raise_group(self.turned_amax, self.tile.group, bf16_bits(found >> 16))
 
 
 def maxima_of(args: Any, tile, room) -> Maxima | None:

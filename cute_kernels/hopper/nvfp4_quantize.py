@@ -164,7 +164,7 @@ def _plan(
 
 
 def _grid(kernel: Kernel, x: TensorFacts, lines: int, width: int, columns: int, sm_margin: int) -> int:
-    """CTAs for that many rows, whose threads take so many columns."""
+    """CTAs for that many rows, whose threads take so many columns: at least a piece for 16 warps of each."""
     pieces = lines // BLOCK * -(-width // (32 * columns))
     return min(multiprocessors(kernel, x.device, sm_margin), -(-pieces // WARPS))
 

@@ -11,12 +11,15 @@ as zeros.
 Roles: as in `mxfp8_quantize_kernel`: warps that have nothing in common, a piece of 16 rows x 128 columns (256 to
 restore) after another. No shared memory, no barrier.
 Timeline of a piece: the warp finds its group; a thread asks for 4 columns of all 16 rows at once. A column's block is
-then one thread's, and so is its rotation; a row's is that of 4 lanes, who also share its random bytes: each makes those
-of every fourth row, and they trade.
+then one thread's, and so is its rotation; a row's is that of 4 lanes, who share its work: each forms the scales of four
+rows, and the random bytes of every fourth, and they trade.
+
+Bound by instructions, of which a value takes 30 to 50: see `nvfp4_scales`.
 
 Numerics: maxima are exact; see `nvfp4_scales` for the rest. Largest magnitudes of groups meet by atomic maxima of bits.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import cutlass
@@ -25,15 +28,30 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, con
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.cutlass_dsl import select_
 
-from cute_kernels.hopper.epilogues.eights import load_global, store_global
+from cute_kernels.hopper.epilogues.eights import load_global, permuted, store_global
+from cute_kernels.hopper.epilogues.quantized import larger
 from cute_kernels.hopper.fp8_scales import MAGNITUDES, bf16_bits, exchanged, halves_of, max_halves
 from cute_kernels.hopper.mxfp8_quantize_kernel import Piece, address, find
-from cute_kernels.hopper.nvfp4_maxima import column_maxima, largest_of, raise_group
+from cute_kernels.hopper.nvfp4_maxima import (
+    column_maxima,
+    largest_half,
+    largest_of,
+    look,
+    over_lanes,
+    place_of,
+    raise_group,
+)
 from cute_kernels.hopper.nvfp4_scales import (
+    QUARTER,
     block_scale,
+    butterfly,
     codes,
+    half_of,
+    larger_halves,
+    picked,
     random_words,
     rotated,
+    rounded_pair,
     scale_of,
     tensor_factors,
     values,
@@ -42,6 +60,8 @@ from cute_kernels.hopper.nvfp4_scales import (
 from cute_kernels.hopper.rowwise_kernel import row_matrix, vector_of
 
 WARPS = 16
+AMAX_WARPS, RESTORE_WARPS = 32, 24
+"""Kernels that do little for what they read hold less of it in registers, and read more at a time."""
 BLOCK = 16
 COLUMNS = 4
 RESTORED_COLUMNS = 8
@@ -57,21 +77,31 @@ class Copies(NamedTuple):
 
 
 @cute.jit
-def piece_of(index, spans, columns: cutlass.Constexpr, offsets, padded):
-    """(piece `index` of groups, columns first, then rows; its group)."""
+def piece_of(index, spans, columns: cutlass.Constexpr, offsets, padded, group):
+    """Piece `index` of groups, columns first, then rows: of this group."""
     block = index // spans
     top = block * BLOCK
-    group = find(padded, top)
     row = offsets[group] + top - padded[group]
     column = ((index - block * spans) * 32 + cute.arch.lane_idx()) * columns
-    return Piece(row, cutlass.min(offsets[group + 1] - row, BLOCK), top, column), group
+    return Piece(row, cutlass.min(offsets[group + 1] - row, BLOCK), top, column)
 
 
 def read(x: cute.Tensor, piece: Piece):
     """The thread's values, words [row][pair of columns]; zeros where the group or the matrix has none."""
     start, step = address(x, piece.row, piece.column)
-    inside = piece.column < x.shape[1]
-    return [load_global(start + r * step, 0, inside & (r < piece.left), COLUMNS // 2) for r in range(BLOCK)]
+    limit = limited(piece, x)
+    return [load_global(start + r * step, 0, r < limit, COLUMNS // 2) for r in range(BLOCK)]
+
+
+def largest_turned(words, width):
+    """The largest magnitude of the thread's columns once rotated, but for the factor of a quarter."""
+    largest, zero = Float32(0.0), Uint32(0)
+    for pair in range(COLUMNS // 2):
+        column = [row[pair] ^ zero for row in words]
+        both = [[half_of(word, upper) for word in column] for upper in (False, True)]
+        largest = functools.reduce(larger, butterfly(both[0]) + butterfly(both[1]), largest)
+        zero = zero_after(width, largest.bitcast(Uint32))
+    return largest
 
 
 def turned(words, width):
@@ -83,21 +113,46 @@ def turned(words, width):
     return [list(row) for row in zip(*pairs, strict=True)]
 
 
-def row_maxima(words):
-    """The largest magnitudes of rows over the 4 lanes of a block, two rows a word."""
-    found = []
+def over_block(words):
+    """The largest magnitudes of four rows over the 4 lanes of a block, two rows a word: each lane gets other rows."""
+    lane, found = cute.arch.lane_idx(), []
     for r in range(0, BLOCK, 2):
-        both = [max_halves(*(word & Uint32(MAGNITUDES) for word in row)) for row in words[r : r + 2]]
-        largest = max_halves(halves_of(*both, False), halves_of(*both, True))
-        for distance in (1, 2):
-            largest = max_halves(largest, exchanged(largest, distance))
-        found.append(largest)
+        both = [larger_halves(*row) for row in words[r : r + 2]]
+        found.append(larger_halves(halves_of(*both, False), halves_of(*both, True)) & Uint32(MAGNITUDES))
+    for distance in (1, 2):
+        upper, half = Boolean(lane & distance != 0), len(found) // 2
+        kept = [chosen(upper, found[half + i], found[i]) for i in range(half)]
+        sent = [chosen(upper, found[i], found[half + i]) for i in range(half)]
+        found = [max_halves(mine, exchanged(word, distance)) for mine, word in zip(kept, sent, strict=True)]
     return found
+
+
+def of_row(words, row: int):
+    """Row `row`'s of the words, one a row or two, that each of a block's lanes has: those of `over_block`'s rows."""
+    owner = row // 8 + row // 4 % 2 * 2
+    return Uint32(cute.arch.shuffle_sync(words[row % 4 * len(words) // 4], offset=owner, mask_and_clamp=0x1C1F))
 
 
 def halves(largest):
     """The FP32 bits of both halves of a word of maxima."""
     return bf16_bits(largest & Uint32(0xFFFF)), bf16_bits(largest >> 16)
+
+
+def traded(words):
+    """Word w of lane l and word l of lane w of four lanes change places."""
+    lane = cute.arch.lane_idx()
+    for distance in (1, 2):
+        upper = Boolean(lane & distance != 0)
+        for low in [i for i in range(4) if not i & distance]:
+            high = low + distance
+            got = exchanged(chosen(upper, words[low], words[high]), distance)
+            words[low], words[high] = chosen(upper, got, words[low]), chosen(upper, words[high], got)
+    return words
+
+
+def limited(piece: Piece, out: cute.Tensor):
+    """How many rows of the piece a thread has values of."""
+    return Int32(select_(piece.column < out.shape[1], piece.left, Int32(0)))
 
 
 def chosen(condition, yes, no):
@@ -130,7 +185,7 @@ class Amax:
         stream,
     ):
         self.kernel(x, offsets, padded, amax, turned_amax).launch(
-            grid=[grid, 1, 1], block=[WARPS * 32, 1, 1], min_blocks_per_mp=1, stream=stream
+            grid=[grid, 1, 1], block=[AMAX_WARPS * 32, 1, 1], min_blocks_per_mp=1, stream=stream
         )
 
     @cute.kernel
@@ -147,13 +202,23 @@ class Amax:
         ctas, _, _ = cute.arch.grid_dim()
         spans = (x.shape[1] + 32 * COLUMNS - 1) // (32 * COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
-        for index in cutlass.range(cta * WARPS + warp, pieces, ctas * WARPS, unroll=1):
-            piece, group = piece_of(index, spans, COLUMNS, offsets, padded)
+        for index in cutlass.range(cta * AMAX_WARPS + warp, pieces, ctas * AMAX_WARPS, unroll=1):
+            group = find(padded, index // spans * BLOCK)
+            piece = piece_of(index, spans, COLUMNS, offsets, padded, group)
             if piece.left > 0:
                 words = read(x, piece)
-                raise_group(amax, group, largest_of(words, 32))
-                if const_expr(turned_amax is not None):
-                    raise_group(turned_amax, group, largest_of(turned(words, x.shape[1]), 32))
+                known = look(place_of(amax, group))
+                if const_expr(turned_amax is None):
+                    raise_group(amax, group, largest_of(words, 32), known)
+                else:
+                    turned_known = look(place_of(turned_amax, group))
+                    found = largest_half(words)
+                    largest = largest_turned(words, x.shape[1])
+                    turned_half = rounded_pair(largest * Float32(QUARTER), Float32(0.0))
+                    found = over_lanes(halves_of(found, turned_half, False) & Uint32(MAGNITUDES), 32)
+                    both = halves(found)
+                    raise_group(amax, group, both[0], known)
+                    raise_group(turned_amax, group, both[1], turned_known)
 
 
 class QuantizeRows:
@@ -197,17 +262,19 @@ class QuantizeRows:
         ctas, _, _ = cute.arch.grid_dim()
         spans = (x.shape[1] + 32 * COLUMNS - 1) // (32 * COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
-        for index in cutlass.range(cta * WARPS + warp, pieces, ctas * WARPS, unroll=1):
-            piece, group = piece_of(index, spans, COLUMNS, offsets, padded)
+        first, step = cta * WARPS + warp, ctas * WARPS
+        for index in cutlass.range(first, pieces, step, unroll=1):
+            group = find(padded, index // spans * BLOCK)
+            piece = piece_of(index, spans, COLUMNS, offsets, padded, group)
+            words = read(x, piece)
             wanted = Boolean(piece.left > 0)
             if const_expr(column_amax is not None):
                 wanted = Boolean(True)  # zeros in the padding
             if wanted:
-                self.piece(x, amax, column_amax, state, Copies(*copies), lines, piece, group)
+                self.piece(words, x.shape[1], amax, column_amax, state, Copies(*copies), lines, piece, group)
 
-    def piece(self, x: cute.Tensor, amax, column_amax, state, copies: Copies, lines, piece: Piece, group):
+    def piece(self, words, width, amax, column_amax, state, copies: Copies, lines, piece: Piece, group):
         """Everything that is wanted of one piece."""
-        words = read(x, piece)
         if amax is not None:
             factors = tensor_factors(amax[group])
             if self.square:
@@ -215,53 +282,46 @@ class QuantizeRows:
             else:
                 words, piece = later(words, piece, self.store_rows(words, factors, copies.rows, piece, state))
         if column_amax is not None:
-            words = turned(words, x.shape[1]) if self.rotates else words
+            words = turned(words, width) if self.rotates else words
             self.store_columns(words, tensor_factors(column_amax[group]), copies, piece, state, lines)
 
     def store_square(self, words, factors, out: cute.Tensor, piece: Piece):
         """q·S in blocks of 16x16: one scale for 4 lanes."""
         encode, decode, _ = block_scale(largest_of(words, 4), *factors)
+        decode = rounded_pair(decode, decode)
         start, step = address(out, piece.row, piece.column)
-        inside = piece.column < out.shape[1]
+        limit = limited(piece, out)
         for r, row in enumerate(words):
-            result = [values(word, (encode, encode), (decode, decode)) for word in row]
-            store_global(start + r * step, 0, inside & (r < piece.left), result)
+            store_global(start + r * step, 0, r < limit, [values(word, (encode, encode), decode) for word in row])
 
     def store_rows(self, words, factors, out: cute.Tensor, piece: Piece, state):
         """q·S in blocks of 1x16."""
-        seeds = None if state is None else (state[0], state[1])
-        maxima = row_maxima(words)
+        scales = [block_scale(bits, *factors)[:2] for word in over_block(words) for bits in halves(word)]
+        encodes = [one.bitcast(Uint32) for one, _ in scales]
+        decodes = [rounded_pair(scales[i][1], scales[i + 1][1]) for i in (0, 2)]
         start, step = address(out, piece.row, piece.column)
-        inside = piece.column < out.shape[1]
-        zero = Uint32(0)
-        for first in range(0, BLOCK, 4):
-            random = None
-            if seeds is not None:
-                random = self.row_bytes(out.shape[1], piece._replace(row=piece.row + Int32(zero)), first, seeds)
-            for r in range(first, first + 4):
-                encode, decode, _ = block_scale(halves(maxima[r // 2] | zero)[r % 2], *factors)
-                result = []
-                for pair, word in enumerate(words[r]):
-                    how = () if random is None else ([random[r % 4]] * 2, (16 * pair, 16 * pair + 8))
-                    result.append(values(word, (encode, encode), (decode, decode), *how))
-                store_global(start + r * step, 0, inside & (r < piece.left), result)
+        limit = limited(piece, out)
+        zero, random, decode = Uint32(0), [], Uint32(0)
+        for r, row in enumerate(words):
+            if state is not None and r % 8 == 0:
+                random = self.row_bytes(out.shape[1], piece._replace(row=piece.row + Int32(zero)), r, state)
+            encode = of_row(encodes, r).bitcast(Float32)
+            decode = decode if r % 2 else of_row(decodes, r)
+            result = []
+            for pair, word in enumerate(row):
+                how = (None,) * 2 if state is None else ([random[r % 8]] * 2, (16 * pair, 16 * pair + 8))
+                result.append(values(word, (encode, encode), decode, *how, r % 2))
+            store_global(start + r * step, 0, r < limit, result)
+            if r % 4 == 3:
                 zero = zero_after(out.shape[1], result[0])
-            start += Int64(zero)
+                start += Int64(zero)
         return zero
 
-    def row_bytes(self, width, piece: Piece, first: int, seeds):
-        """Of the random bytes of rows first.. to + 4 those of this lane's columns, a word a row."""
-        lane = cute.arch.lane_idx()
-        row = piece.row + first + lane % 4
-        block = Int64(row) * (width // 16) + piece.column // 16
-        words = random_words(block, 0, seeds)
-        for distance in (1, 2):  # word w of lane l and word l of lane w change places
-            upper = Boolean(lane & distance != 0)
-            for low in [i for i in range(4) if not i & distance]:
-                high = low + distance
-                got = exchanged(chosen(upper, words[low], words[high]), distance)
-                words[low], words[high] = chosen(upper, got, words[low]), chosen(upper, words[high], got)
-        return words
+    def row_bytes(self, width, piece: Piece, first: int, state):
+        """Of the random bytes of rows first.. to + 8 those of this lane's columns, a word a row."""
+        row = piece.row + first + cute.arch.lane_idx() % 4
+        blocks = [Int64(row + four) * (width // 16) + piece.column // 16 for four in (0, 4)]
+        return [word for words in random_words(blocks, 0, (state[0], state[1])) for word in traded(words)]
 
     def store_columns(self, words, factors, copies: Copies, piece: Piece, state, lines):
         """q·S in blocks of 16x1, or codes and scales, in padded rows. lines: padded rows of the matrix."""
@@ -269,11 +329,12 @@ class QuantizeRows:
         scales = [block_scale(bits, *factors) for bits in amax]
         random = None
         if state is not None:
-            seeds = state[0], state[1]
-            random = [self.column_words(piece, 0, seeds, lines, scales[0][2])]
-            for i in range(1, COLUMNS):
-                random.append(self.column_words(piece, i, seeds, lines, random[-1][0]))
+            column = piece.column + Int32(zero_after(lines, scales[0][2]))
+            blocks = [Int64(column + i) * (lines // 16) + piece.padded // 16 for i in range(COLUMNS)]
+            random = random_words(blocks, 1, (state[0], state[1]))
+        encodes = [[one[0] for one in scales[i : i + 2]] for i in range(0, COLUMNS, 2)]
         if copies.columns is not None:
+            decodes = [rounded_pair(*(one[1] for one in scales[i : i + 2])) for i in range(0, COLUMNS, 2)]
             start, step = address(copies.columns, piece.padded, piece.column)
             inside = piece.column < copies.columns.shape[1]
             zero, result = Uint32(0), words[0]
@@ -283,18 +344,11 @@ class QuantizeRows:
                     start += Int64(zero)
                 result = []
                 for pair, word in enumerate(row):
-                    word = word ^ zero
-                    both = scales[2 * pair : 2 * pair + 2]
-                    encode, decode = ([one[i] for one in both] for i in range(2))
-                    result.append(values(word, encode, decode, *self.column_bytes(random, pair, r)))
+                    how = self.column_bytes(random, pair, r)
+                    result.append(values(word ^ zero, encodes[pair], decodes[pair], *how))
                 store_global(start + r * step, 0, inside, result)
         if copies.data is not None:
-            self.store_codes(words, scales, random, copies, piece)
-
-    def column_words(self, piece: Piece, index: int, seeds, lines, before):
-        """The random bytes of column `index` of the thread's, not before a word is known."""
-        column = piece.column + index + Int32(zero_after(lines, before))
-        return random_words(Int64(column) * (lines // 16) + piece.padded // 16, 1, seeds)
+            self.store_codes(words, encodes, [byte for _, _, byte in scales], random, copies, piece)
 
     def column_bytes(self, random, pair: int, row: int):
         """What `values` takes for two columns of a row."""
@@ -302,27 +356,32 @@ class QuantizeRows:
             return ()
         return [random[2 * pair + i][row // 4] for i in range(2)], (8 * (row % 4),) * 2
 
-    def store_codes(self, words, scales, random, copies: Copies, piece: Piece):
-        """Codes, of which a lane stores eight in every second row, and the scales of the block."""
+    def store_codes(self, words, encodes, scales, random, copies: Copies, piece: Piece):
+        """Codes, of which a lane stores eight in every second row, and the scales of the block, given as bytes."""
         odd = cute.arch.lane_idx() % 2
         start, step = address(copies.data, piece.padded + odd, piece.column // 2 - 2 * odd)
         inside = piece.column < copies.scale.shape[1]
         upper = Boolean(odd == 1)
+        signed = Uint32(0)
+        for i, byte in enumerate(scales):  # NaN's code is 7
+            signed = signed | chosen(Uint32(byte) == Uint32(0x7F), Uint32(0), Uint32(0x80008 << 4 * i))
         for first in range(0, BLOCK, 2):
-            mine = []
+            found, signs = [], []
             for r in range(first, first + 2):
-                parts = []
-                for pair, word in enumerate(words[r]):
-                    encode = [one[0] for one in scales[2 * pair : 2 * pair + 2]]
-                    parts.append(codes(word, encode, *self.column_bytes(random, pair, r)))
-                mine.append(parts[0] | (parts[1] << 8))
-            got = exchanged(chosen(upper, mine[0], mine[1]), 1)
-            result = chosen(upper, got | (mine[1] << 16), mine[0] | (got << 16))
+                row = words[r]
+                parts = [codes(row[i], encodes[i], *self.column_bytes(random, i, r)) for i in range(COLUMNS // 2)]
+                found.append(permuted(*parts, 0x40))
+                signs.append(permuted(*row, 0xFBD9))
+            mine = halves_of(*found, False) & Uint32(0x77777777)
+            even, odds = (halves_of(*signs, up) for up in (False, True))
+            mine = mine | (even & Uint32(0x0F0F0F0F) | odds & Uint32(0xF0F0F0F0)) & signed
+            got = exchanged(chosen(upper, mine, mine >> 16), 1)
+            result = picked(mine, got, chosen(upper, Uint32(0x3254), Uint32(0x5410)))
             store_global(start + first * step, 0, inside, [result])
             if first % 4:
                 start += Int64(zero_after(copies.scale.shape[1], result))
-        packed = scales[0][2]
-        for i, (_, _, byte) in enumerate(scales[1:]):
+        packed = scales[0]
+        for i, byte in enumerate(scales[1:]):
             packed = packed | byte << (8 * (i + 1))
         place, _ = address(copies.scale, piece.padded // BLOCK, piece.column)
         store_global(place, 0, inside, [packed])
@@ -336,7 +395,7 @@ class Restore:
         self, data: cute.Tensor, scale: cute.Tensor, padded: cute.Tensor, out: cute.Tensor, grid: Int32, stream
     ):
         self.kernel(data, scale, padded, out).launch(
-            grid=[grid, 1, 1], block=[WARPS * 32, 1, 1], min_blocks_per_mp=1, stream=stream
+            grid=[grid, 1, 1], block=[RESTORE_WARPS * 32, 1, 1], min_blocks_per_mp=1, stream=stream
         )
 
     @cute.kernel
@@ -346,7 +405,7 @@ class Restore:
         ctas, _, _ = cute.arch.grid_dim()
         spans = (out.shape[1] + 32 * RESTORED_COLUMNS - 1) // (32 * RESTORED_COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
-        for index in cutlass.range(cta * WARPS + warp, pieces, ctas * WARPS, unroll=1):
+        for index in cutlass.range(cta * RESTORE_WARPS + warp, pieces, ctas * RESTORE_WARPS, unroll=1):
             block = index // spans
             row, column = block * BLOCK, ((index - block * spans) * 32 + cute.arch.lane_idx()) * RESTORED_COLUMNS
             self.piece(data, scale, row, column, out)
@@ -357,11 +416,14 @@ class Restore:
         words = [load_global(start + r * step, 0, inside, 1)[0] for r in range(BLOCK)]
         place, _ = address(scale, row // BLOCK, column)
         packed = load_global(place, 0, inside, 2)
-        decode = [scale_of(packed[i // 4], i % 4) for i in range(RESTORED_COLUMNS)]
+        scales = [scale_of(packed[i // 4], i % 4) for i in range(RESTORED_COLUMNS)]
+        decode = [rounded_pair(*scales[i : i + 2]) for i in range(0, RESTORED_COLUMNS, 2)]
         target, step = address(out, row, column)
         for r, word in enumerate(words):
-            result = [values_of(word, i, decode[2 * i : 2 * i + 2]) for i in range(4)]
+            result = values_of(word, decode)
             store_global(target + r * step, 0, inside, result)
+            if r % 4 == 3:
+                target += Int64(zero_after(out.shape[1], result[0]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

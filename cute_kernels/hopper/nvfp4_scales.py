@@ -1,11 +1,14 @@
 """NVFP4 of values in registers on SM90: scales in two levels, E2M1, the rotation, counter-based random bits.
 
 Equals `quantization.nvfp4_scales`, `casts.cast_e2m1`, `hadamard.rotate` and `random_bits.philox` bit for bit. Hopper
-converts no E2M1: adding and taking away 1.5·2^23 steps rounds a magnitude to steps (0.5 below 2, 1 below 4, 2 above),
-ties to even; stochastically, 1/256 steps and a random byte are added as integers. A value is q·S, exact in BF16.
+converts no E2M1: adding a magic number whose last place is a step (0.5 below 2, 1 below 4, 2 above) rounds a magnitude
+to steps, ties to even; stochastically, the last place is 1/256 step, what lies below is cut off, and a random byte is
+added to it as an integer. A value is q·S, exact in BF16: so what is larger than 6 becomes 6 two at a time, in BF16.
 
 An amax is kept as the bits of |x|, as in `fp8_scales`.
 """
+
+import struct
 
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
@@ -20,14 +23,15 @@ QUARTER = 0.25
 """What makes the rotation orthogonal."""
 _FLOAT_MAX = "0f7F7FFFFF"
 _REGISTERS = """
-    .reg .b16 pair, none, half; .reg .b32 x0, x1, m, e, t, byte, word, code;"""
-_QUANTISE = """
-    mul.rn.f32 {x}, {x}, {encode}; abs.f32 m, {x}; min.f32 m, m, 0f40C00000;
-    max.f32 e, m, 0f3F800000; and.b32 e, e, 0x7F800000;"""
-_NEAREST = "add.s32 e, e, 0x0B400000; add.rn.f32 m, m, e; sub.rn.f32 m, m, e;"
-_STOCHASTIC = """
-    sub.s32 t, 0x83800000, e; mul.rn.f32 m, m, t; cvt.rzi.s32.f32 t, m; bfe.u32 byte, {random}, {shift}, 8;
-    add.s32 t, t, byte; shr.u32 t, t, 8; cvt.rn.f32.s32 m, t; sub.s32 e, e, 0x00800000; mul.rn.f32 m, m, e;"""
+    .reg .b16 low, high; .reg .b32 x, m, e, byte, signs, t<2>;"""
+_MAGIC = """
+    and.b32 e, m, 0x40800000; fma.rn.f32 e, e, {slope}, {start};"""
+"""Two bits of a magnitude's exponent alone are 4 from 4 on, 2 from 2 on, and next to nothing below."""
+_OFFSETS = -1, 12
+"""What is added to slope and start makes the steps in magic numbers, modulo 8, what the code is more: 0, 2 and 4."""
+_SIX = 0x40C040C0
+_E4M3 = """{ .reg .b16 low, high; .reg .b32 both;
+        cvt.rn.f16x2.e4m3x2 both, pair; mov.b32 {low, high}, both; cvt.f32.f16 $1, low; }"""
 
 
 def _asm(result, operands, text: str, constraints: str, loc, ip):
@@ -62,14 +66,19 @@ def tensor_factors(amax):
 def block_scale(amax, encode, inverse, *, loc=None, ip=None):
     """(what values are multiplied by, S, both FP32, the E4M3 byte of S) of a block whose amax has these FP32 bits.
     encode, inverse: of `tensor_factors`.
+
+    The reciprocal is `rcp.rn` without its branches: an approximation and one Newton step, of what is below 2^126 and
+    kept above 2^-126.
     """
     operands = [Int32(amax).ir_value(loc=loc, ip=ip)]
     operands += [Float32(value).ir_value(loc=loc, ip=ip) for value in (encode, inverse)]
-    text = f"""{{ .reg .b16 pair, low, high; .reg .b32 x, word;
+    text = f"""{{ .reg .b16 pair; .reg .b32 x, y, e, up; .reg .pred p;
         mul.rn.f32 x, $3, $4; min.NaN.f32 x, x, {_FLOAT_MAX};
-        cvt.rn.satfinite.e4m3x2.f32 pair, 0f00000000, x; cvt.u32.u16 $2, pair;
-        cvt.rn.f16x2.e4m3x2 word, pair; mov.b32 {{low, high}}, word; cvt.f32.f16 x, low; mov.b32 $1, x;
-        mul.rn.f32 x, x, $5; rcp.rn.f32 x, x; min.NaN.f32 $0, x, {_FLOAT_MAX}; }}"""
+        cvt.rn.satfinite.e4m3x2.f32 pair, 0f00000000, x; cvt.u32.u16 $2, pair; {_E4M3}
+        mul.rn.f32 x, $1, $5; setp.lt.f32 p, x, 0f20000000; selp.b32 up, 0x5F800000, 0x3F800000, p;
+        mul.rn.f32 x, x, up; rcp.approx.ftz.f32 y, x; neg.f32 x, x; fma.rn.f32 e, x, y, 0f3F800000;
+        fma.rn.f32 y, y, e, y; mul.rn.f32 y, y, up; min.NaN.f32 y, y, {_FLOAT_MAX};
+        setp.eq.f32 p, $1, 0f00000000; selp.b32 $0, 0x7F7FFFFF, y, p; }}"""
     found = _asm(_kind(3), operands, text, "=&r,=&r,=&r,r,f,f", loc, ip)
     factor, scale, byte = _words(found, 3, loc, ip)
     return factor.bitcast(Float32), scale.bitcast(Float32), byte
@@ -78,9 +87,8 @@ def block_scale(amax, encode, inverse, *, loc=None, ip=None):
 @dsl_user_op
 def scale_of(word, index: int, *, loc=None, ip=None):
     """Byte `index` of a word, an E4M3 scale, as FP32."""
-    text = f"""{{ .reg .b16 pair, low, high; .reg .b32 byte, both;
-        bfe.u32 byte, $1, {8 * index}, 8; cvt.u16.u32 pair, byte; cvt.rn.f16x2.e4m3x2 both, pair;
-        mov.b32 {{low, high}}, both; cvt.f32.f16 $0, low; }}"""
+    text = f"""{{ .reg .b16 pair; .reg .b32 byte;
+        bfe.u32 byte, $1, {8 * index}, 8; cvt.u16.u32 pair, byte; {_E4M3.replace("$1", "$0")} }}"""
     return Float32(_asm(T.f32(), [Uint32(word).ir_value(loc=loc, ip=ip)], text, "=f,r", loc, ip))
 
 
@@ -88,57 +96,92 @@ def scale_of(word, index: int, *, loc=None, ip=None):
 # Values
 
 
-def _pair(word, factors, random, shifts, finish: str, end: str, loc, ip):
-    """Both halves of a word of two BF16 values through E2M1; `finish` says what becomes of each."""
+def _pair(word, encode, random, shifts, step: str, rest: str, more, loc, ip):
+    """What is made of both BF16 values of a word: `step` says how t<i> is made of its magnitude m and a random byte
+    (<drawn>), with a magic number e, and `rest` what is made of t0 and t1.
+    """
     operands = [Uint32(word).ir_value(loc=loc, ip=ip)]
-    operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in factors]
-    operands += [Uint32(x).ir_value(loc=loc, ip=ip) for x in random or ()]
+    operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in encode]
+    operands += [Uint32(x).ir_value(loc=loc, ip=ip) for x in (*more, *(random or ()))]
+    place = 22 if random is None else 14
+    slope, start = (_hex(base + offset) for base, offset in zip((2**place, 1.5 * 2**place), _OFFSETS, strict=True))
+    magic = _MAGIC.format(slope=slope, start=start)
     text = f"{{ {_REGISTERS}"
-    text += "".join(widen(f"x{i}", "$1", i == 1, "bfloat16") for i in range(2))
     for i in range(2):
-        text += _QUANTISE.format(x=f"x{i}", encode=f"${2 + i}")
-        if random is None:
-            text += _NEAREST
-        else:
-            text += _STOCHASTIC.format(random=f"${2 + len(factors) + i}", shift=shifts[i])
-        text += finish.format(x=f"x{i}", decode=f"${4 + i}", first=8 * i // 2)
-    constraints = "=r,r" + ",f" * len(factors) + ",r" * len(random or ())
-    return Uint32(_asm(T.i32(), operands, f"{text} {end} }}", constraints, loc, ip))
+        text += widen("x", "$1", i == 1, "bfloat16") + f"abs.f32 x, x; mul.rn.f32 m, x, ${2 + i};"
+        text += step.format(magic=magic, t=f"t{i}", to=f"add.{'rn' if random is None else 'rz'}.f32 t{i}, m, e;")
+        if random is not None:
+            word, index = f"${4 + len(more) + i}", shifts[i] // 8
+            byte = f"shr.u32 byte, {word}, 24;" if index == 3 else f"prmt.b32 byte, {word}, 0, {0x4440 + index};"
+            text = text.replace("<drawn>", f"{byte} add.s32 t{i}, t{i}, byte;")
+        text = text.replace("<drawn>", "")
+    constraints = "=r,r,f,f" + ",r" * (len(operands) - 3)
+    return Uint32(_asm(T.i32(), operands, f"{text} {rest} }}", constraints, loc, ip))
+
+
+def _hex(value: float) -> str:
+    return "0f" + struct.pack(">f", value).hex()
 
 
 @dsl_user_op
-def values(word, encode, decode, random=None, shifts=(0, 0), *, loc=None, ip=None):
-    """q·S of two BF16 values, as a word of two. encode, decode: pairs of factors. random: a pair of words, of which the
-    bytes from bits `shifts` on are used, or None.
+def values(word, encode, decode, random=None, shifts=(0, 0), half=None, *, loc=None, ip=None):
+    """q·S of two BF16 values, as a word of two. encode: a pair of factors; decode: a word of both S in BF16, or with
+    the one of both in its half 0 or 1. random: a pair of words, of which the bytes from bits `shifts` on are used, or
+    None.
     """
-    finish = "copysign.f32 m, {x}, m; mul.rn.f32 {x}, m, {decode};"
-    return _pair(word, (*encode, *decode), random, shifts, finish, "cvt.rn.bf16x2.f32 $0, x1, x0;", loc, ip)
+    whole = "" if random is None else "and.b32 {t}, {t}, 0xFFFFFF00;"
+    step = "{magic} {to} <drawn>" + whole + "sub.rn.f32 {t}, {t}, e;"
+    rest = f"""cvt.rn.bf16x2.f32 m, t1, t0; mov.b32 e, {_SIX:#x}; min.bf16x2 m, m, e;
+        and.b32 signs, $1, 0x80008000; or.b32 m, m, signs;"""
+    scale = "mov.b32 e, $4;"
+    if half is not None:
+        scale = f"mov.b32 {{low, high}}, $4; mov.b32 e, {'{low, low}' if half == 0 else '{high, high}'};"
+    rest += f"{scale} mul.rn.bf16x2 $0, m, e;"
+    return _pair(word, encode, random, shifts, step, rest, [decode], loc, ip)
 
 
 @dsl_user_op
 def codes(word, encode, random=None, shifts=(0, 0), *, loc=None, ip=None):
-    """The codes of two BF16 values in 8 bits, the first in the lower four."""
-    finish = """
-        mul.rn.f32 m, m, 0f00800000; shr.u32 m, m, 22; shr.u32 {x}, {x}, 31; shl.b32 {x}, {x}, 3;
-        or.b32 {x}, {x}, m; shl.b32 {x}, {x}, {first};"""
-    return _pair(word, encode, random, shifts, finish, "or.b32 $0, x0, x1;", loc, ip)
+    """The codes of two BF16 values but for their signs, in bits 0 to 2 and 4 to 6; bits 3 and 7.. hold anything."""
+    step = "min.f32 m, m, 0f40C00000; {magic} {to} <drawn>"
+    how = "shl.b32 t1, t1, 4;" if random is None else "shr.u32 t0, t0, 8; shr.u32 t1, t1, 4;"
+    rest = f"{how} and.b32 t0, t0, 7; and.b32 t1, t1, -8; or.b32 $0, t0, t1;"
+    return _pair(word, encode, random, shifts, step, rest, [], loc, ip)
 
 
 @dsl_user_op
-def values_of(word, index: int, decode, *, loc=None, ip=None):
-    """q·S of codes 2 index and 2 index + 1 of the eight of a word, as a word of two BF16 values. decode: both S."""
-    operands = [Uint32(word).ir_value(loc=loc, ip=ip), *(Float32(x).ir_value(loc=loc, ip=ip) for x in decode)]
-    text = f"{{ {_REGISTERS}"
-    for i in range(2):
-        at = 8 * index + 4 * i
-        text += f"""bfe.u32 m, $1, {at}, 3; shl.b32 m, m, 22; mul.rn.f32 m, m, 0f7E800000;
-            bfe.u32 code, $1, {at + 3}, 1; shl.b32 code, code, 31; or.b32 m, m, code;
-            mul.rn.f32 x{i}, m, ${2 + i};"""
-    return Uint32(_asm(T.i32(), operands, f"{text} cvt.rn.bf16x2.f32 $0, x1, x0; }}", "=r,r,f,f", loc, ip))
+def picked(first, second, selector, *, loc=None, ip=None):
+    """Four bytes chosen from two words, by the digits of a third."""
+    operands = [Uint32(word).ir_value(loc=loc, ip=ip) for word in (first, second, selector)]
+    return Uint32(_asm(T.i32(), operands, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", loc, ip))
+
+
+@dsl_user_op
+def values_of(word, scales, *, loc=None, ip=None):
+    """q·S of the eight codes of a word, as four words of two BF16 values. scales: four words of both S in BF16."""
+    operands = [Uint32(x).ir_value(loc=loc, ip=ip) for x in (word, *scales)]
+    text = "{ .reg .b32 even, code, high, low, sign, value; shl.b32 even, $4, 4; and.b32 code, $4, 0x77777777;"
+    for half in range(2):  # bytes of E2M1's values in BF16
+        text += "" if half == 0 else "shr.u32 code, code, 16;"
+        text += "prmt.b32 high, 0x3F3F3F00, 0x40404040, code; prmt.b32 low, 0xC0800000, 0xC0804000, code;"
+        for i in range(2):
+            at = 2 * half + i
+            text += f"""prmt.b32 value, low, high, {0x5140 if i == 0 else 0x7362};
+                prmt.b32 sign, even, $4, {0x4000 + 0x1010 * at:#x};
+                and.b32 sign, sign, 0x80008000; or.b32 value, value, sign; mul.rn.bf16x2 ${at}, value, ${5 + at};"""
+    found = _asm(_kind(4), operands, text + "}", "=&r,=&r,=&r,=&r" + ",r" * 5, loc, ip)
+    return _words(found, 4, loc, ip)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The rotation
+
+
+@dsl_user_op
+def larger_halves(first, second, *, loc=None, ip=None):
+    """The larger magnitudes of two words of two BF16 values, NaN if one is; of some sign."""
+    operands = [Uint32(word).ir_value(loc=loc, ip=ip) for word in (first, second)]
+    return Uint32(_asm(T.i32(), operands, "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", loc, ip))
 
 
 @dsl_user_op
@@ -182,19 +225,27 @@ def rotated(words):
 
 
 @dsl_user_op
-def random_words(block, stream: int, state, *, loc=None, ip=None):
-    """The sixteen random bytes of a block, four words. state: (seed, offset), int64."""
-    operands = [Int64(value).ir_value(loc=loc, ip=ip) for value in (block, *state)]
-    steps = """{ .reg .b32 c<4>, k<2>, h<2>, l<2>;
-        mov.b64 {c0, c1}, $4; mov.b64 {k0, k1}, $5; mov.b64 {c2, c3}, $6;"""
-    if stream:
-        steps += "add.u32 c1, c1, 0x80000000;"
+def random_words(blocks, stream: int, state, *, loc=None, ip=None):
+    """The sixteen random bytes of each of some blocks, four words. state: (seed, offset), int64."""
+    operands = [Int64(value).ir_value(loc=loc, ip=ip) for value in (*state, *blocks)]
+    count = len(blocks)
+    steps = f"""{{ .reg .b32 c<{4 * count}>, k<2>, h<2>, l<2>; .reg .b64 product;
+        mov.b64 {{k0, k1}}, ${4 * count};"""
+    for block in range(count):
+        c = [f"c{4 * block + i}" for i in range(4)]
+        steps += f"mov.b64 {{{c[0]}, {c[1]}}}, ${4 * count + 2 + block}; mov.b64 {{{c[2]}, {c[3]}}}, ${4 * count + 1};"
+        if stream:
+            steps += f"add.u32 {c[1]}, {c[1]}, 0x80000000;"
     for turn in range(ROUNDS):
-        for i in range(2):
-            steps += f"mul.hi.u32 h{i}, c{2 * i}, {MULTIPLIERS[i]:#x}; mul.lo.u32 l{i}, c{2 * i}, {MULTIPLIERS[i]:#x};"
-        steps += "xor.b32 c0, h1, c1; xor.b32 c0, c0, k0; xor.b32 c2, h0, c3; xor.b32 c2, c2, k1;"
-        steps += "mov.b32 c1, l1; mov.b32 c3, l0;"
+        for block in range(count):
+            c = [f"c{4 * block + i}" for i in range(4)]
+            for i in range(2):
+                steps += f"mul.wide.u32 product, {c[2 * i]}, {MULTIPLIERS[i]:#x}; mov.b64 {{l{i}, h{i}}}, product;"
+            steps += f"xor.b32 {c[0]}, h1, {c[1]}; xor.b32 {c[0]}, {c[0]}, k0; mov.b32 {c[1]}, l1;"
+            steps += f"xor.b32 {c[2]}, h0, {c[3]}; xor.b32 {c[2]}, {c[2]}, k1; mov.b32 {c[3]}, l0;"
         if turn < ROUNDS - 1:
             steps += "".join(f"add.u32 k{i}, k{i}, {WEYL[i]:#x};" for i in range(2))
-    steps += "".join(f"mov.b32 ${i}, c{i};" for i in range(4)) + "}"
-    return _words(_asm(_kind(4), operands, steps, "=&r,=&r,=&r,=&r,l,l,l", loc, ip), 4, loc, ip)
+    steps += "".join(f"mov.b32 ${i}, c{i};" for i in range(4 * count)) + "}"
+    found = _asm(_kind(4 * count), operands, steps, "=&r," * 4 * count + "l" + ",l" * (1 + count), loc, ip)
+    words = _words(found, 4 * count, loc, ip)
+    return [words[i : i + 4] for i in range(0, 4 * count, 4)]
