@@ -8,7 +8,8 @@ Layouts and formulas: `mxfp8_reference`. K is a multiple of 32, rows of x any mu
 not read and count as zeros.
 
 Roles: warps that have nothing in common, persistent, one CTA an SM: each takes a piece of 32 rows x 128 columns (256 to
-restore) after another; neighbours take neighbouring columns. No shared memory, no barrier.
+restore) after another; neighbouring pieces are of other SMs, so that none has two more than another. No shared memory,
+no barrier.
 Timeline of a piece: the warp finds its group; a thread asks for 4 columns (8) of all 32 rows at once, 8 bytes a row.
 A column's block is then one thread's; a row's is that of 8 lanes, which meet by shuffles, two rows to a word.
 
@@ -224,7 +225,7 @@ class QuantizeRows(Quantize):
         ctas, _, _ = cute.arch.grid_dim()
         spans = (x.shape[1] + 32 * COLUMNS - 1) // (32 * COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
-        for index in cutlass.range(cta * WARPS + warp, pieces, ctas * WARPS, unroll=1):
+        for index in cutlass.range(warp * ctas + cta, pieces, ctas * WARPS, unroll=1):
             piece = piece_of(index, spans, COLUMNS, offsets, padded)
             wanted = Boolean(piece.left > 0)
             if const_expr(Copies(*copies).data is not None):
@@ -260,7 +261,7 @@ class Restore:
         ctas, _, _ = cute.arch.grid_dim()
         spans = (out.shape[1] + 32 * RESTORED_COLUMNS - 1) // (32 * RESTORED_COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
-        for index in cutlass.range(cta * WARPS + warp, pieces, ctas * WARPS, unroll=1):
+        for index in cutlass.range(warp * ctas + cta, pieces, ctas * WARPS, unroll=1):
             piece = piece_of(index, spans, RESTORED_COLUMNS, offsets, padded)
             if piece.left > 0:
                 self.piece(data, scale, piece, out)

@@ -202,7 +202,7 @@ class Amax:
         ctas, _, _ = cute.arch.grid_dim()
         spans = (x.shape[1] + 32 * COLUMNS - 1) // (32 * COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
-        for index in cutlass.range(cta * AMAX_WARPS + warp, pieces, ctas * AMAX_WARPS, unroll=1):
+        for index in cutlass.range(warp * ctas + cta, pieces, ctas * AMAX_WARPS, unroll=1):
             group = find(padded, index // spans * BLOCK)
             piece = piece_of(index, spans, COLUMNS, offsets, padded, group)
             if piece.left > 0:
@@ -262,7 +262,7 @@ class QuantizeRows:
         ctas, _, _ = cute.arch.grid_dim()
         spans = (x.shape[1] + 32 * COLUMNS - 1) // (32 * COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
-        first, step = cta * WARPS + warp, ctas * WARPS
+        first, step = warp * ctas + cta, ctas * WARPS
         for index in cutlass.range(first, pieces, step, unroll=1):
             group = find(padded, index // spans * BLOCK)
             piece = piece_of(index, spans, COLUMNS, offsets, padded, group)
@@ -405,7 +405,7 @@ class Restore:
         ctas, _, _ = cute.arch.grid_dim()
         spans = (out.shape[1] + 32 * RESTORED_COLUMNS - 1) // (32 * RESTORED_COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
-        for index in cutlass.range(cta * RESTORE_WARPS + warp, pieces, ctas * RESTORE_WARPS, unroll=1):
+        for index in cutlass.range(warp * ctas + cta, pieces, ctas * RESTORE_WARPS, unroll=1):
             block = index // spans
             row, column = block * BLOCK, ((index - block * spans) * 32 + cute.arch.lane_idx()) * RESTORED_COLUMNS
             self.piece(data, scale, row, column, out)
