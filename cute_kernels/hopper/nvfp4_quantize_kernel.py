@@ -10,9 +10,9 @@ as zeros.
 
 Roles: as in `mxfp8_quantize_kernel`: warps that have nothing in common, a piece of 16 rows x 128 columns (256 to
 restore) after another. No shared memory, no barrier.
-Timeline of a piece: the warp finds its group; a thread asks for 4 columns of all 16 rows at once. A column's block is
-then one thread's, and so is its rotation; a row's is that of 4 lanes, who share its work: each forms the scales of four
-rows, and the random bytes of every fourth, and they trade.
+Timeline of a piece: a thread asks for 4 columns of all 16 rows at once; the warp finds the group of its next piece and
+asks for that to be brought to L2. A column's block is then one thread's, and so is its rotation; a row's is that of 4
+lanes, who share its work: each forms the scales of four rows, and the random bytes of every fourth, and they trade.
 
 Bound by instructions, of which a value takes 30 to 50: see `nvfp4_scales`.
 
@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-from cutlass.cutlass_dsl import select_
+from cutlass.cutlass_dsl import dsl_user_op, select_
 
 from cute_kernels.hopper.epilogues.eights import load_global, permuted, store_global
 from cute_kernels.hopper.epilogues.quantized import larger
@@ -84,6 +85,25 @@ def piece_of(index, spans, columns: cutlass.Constexpr, offsets, padded, group):
     row = offsets[group] + top - padded[group]
     column = ((index - block * spans) * 32 + cute.arch.lane_idx()) * columns
     return Piece(row, cutlass.min(offsets[group + 1] - row, BLOCK), top, column)
+
+
+@dsl_user_op
+def fetch(address, wanted, *, loc=None, ip=None):
+    """Asks for 128 bytes of global memory, to be in L2 once they are read."""
+    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int32(wanted))]
+    text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
+    llvm.inline_asm(
+        None, operands, text, "l,r", has_side_effects=True, is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+def ask_for(x: cute.Tensor, piece: Piece):
+    """A piece of x whose rows are 256 bytes, 128 of them a lane."""
+    lane = cute.arch.lane_idx()
+    column = piece.column - lane * COLUMNS + lane % 2 * 64
+    place, _ = address(x, piece.row + lane // 2, column)
+    fetch(place, (lane // 2 < piece.left) & (column < x.shape[1]))
 
 
 def read(x: cute.Tensor, piece: Piece):
@@ -263,15 +283,19 @@ class QuantizeRows:
         spans = (x.shape[1] + 32 * COLUMNS - 1) // (32 * COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
         first, step = warp * ctas + cta, ctas * WARPS
+        group = find(padded, cutlass.min(first, pieces - 1) // spans * BLOCK)
         for index in cutlass.range(first, pieces, step, unroll=1):
-            group = find(padded, index // spans * BLOCK)
             piece = piece_of(index, spans, COLUMNS, offsets, padded, group)
             words = read(x, piece)
+            following = cutlass.min(index + step, pieces - 1)
+            next_group = find(padded, following // spans * BLOCK)
+            ask_for(x, piece_of(following, spans, COLUMNS, offsets, padded, next_group))
             wanted = Boolean(piece.left > 0)
             if const_expr(column_amax is not None):
                 wanted = Boolean(True)  # zeros in the padding
             if wanted:
                 self.piece(words, x.shape[1], amax, column_amax, state, Copies(*copies), lines, piece, group)
+            group = next_group
 
     def piece(self, words, width, amax, column_amax, state, copies: Copies, lines, piece: Piece, group):
         """Everything that is wanted of one piece."""
