@@ -25,14 +25,13 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-from cutlass.cutlass_dsl import dsl_user_op, select_
+from cutlass.cutlass_dsl import select_
 
 from cute_kernels.hopper.epilogues.eights import load_global, permuted, store_global
 from cute_kernels.hopper.epilogues.quantized import larger
 from cute_kernels.hopper.fp8_scales import MAGNITUDES, bf16_bits, exchanged, halves_of, max_halves
-from cute_kernels.hopper.mxfp8_quantize_kernel import Piece, address, find
+from cute_kernels.hopper.mxfp8_quantize_kernel import Piece, address, ask_for, find, piece_of
 from cute_kernels.hopper.nvfp4_maxima import (
     column_maxima,
     largest_half,
@@ -75,35 +74,6 @@ class Copies(NamedTuple):
     columns: Any
     data: Any
     scale: Any
-
-
-@cute.jit
-def piece_of(index, spans, columns: cutlass.Constexpr, offsets, padded, group):
-    """Piece `index` of groups, columns first, then rows: of this group."""
-    block = index // spans
-    top = block * BLOCK
-    row = offsets[group] + top - padded[group]
-    column = ((index - block * spans) * 32 + cute.arch.lane_idx()) * columns
-    return Piece(row, cutlass.min(offsets[group + 1] - row, BLOCK), top, column)
-
-
-@dsl_user_op
-def fetch(address, wanted, *, loc=None, ip=None):
-    """Asks for 128 bytes of global memory, to be in L2 once they are read."""
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int32(wanted))]
-    text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
-    llvm.inline_asm(
-        None, operands, text, "l,r", has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
-
-
-def ask_for(x: cute.Tensor, piece: Piece):
-    """A piece of x whose rows are 256 bytes, 128 of them a lane."""
-    lane = cute.arch.lane_idx()
-    column = piece.column - lane * COLUMNS + lane % 2 * 64
-    place, _ = address(x, piece.row + lane // 2, column)
-    fetch(place, (lane // 2 < piece.left) & (column < x.shape[1]))
 
 
 def read(x: cute.Tensor, piece: Piece):
@@ -224,7 +194,7 @@ class Amax:
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
         for index in cutlass.range(warp * ctas + cta, pieces, ctas * AMAX_WARPS, unroll=1):
             group = find(padded, index // spans * BLOCK)
-            piece = piece_of(index, spans, COLUMNS, offsets, padded, group)
+            piece = piece_of(index, spans, BLOCK, COLUMNS, offsets, padded, group)
             if piece.left > 0:
                 words = read(x, piece)
                 known = look(place_of(amax, group))
@@ -285,11 +255,11 @@ class QuantizeRows:
         first, step = warp * ctas + cta, ctas * WARPS
         group = find(padded, cutlass.min(first, pieces - 1) // spans * BLOCK)
         for index in cutlass.range(first, pieces, step, unroll=1):
-            piece = piece_of(index, spans, COLUMNS, offsets, padded, group)
+            piece = piece_of(index, spans, BLOCK, COLUMNS, offsets, padded, group)
             words = read(x, piece)
             following = cutlass.min(index + step, pieces - 1)
             next_group = find(padded, following // spans * BLOCK)
-            ask_for(x, piece_of(following, spans, COLUMNS, offsets, padded, next_group))
+            ask_for(x, piece_of(following, spans, BLOCK, COLUMNS, offsets, padded, next_group), BLOCK)
             wanted = Boolean(piece.left > 0)
             if const_expr(column_amax is not None):
                 wanted = Boolean(True)  # zeros in the padding
