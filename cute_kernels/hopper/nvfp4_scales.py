@@ -111,8 +111,7 @@ def _pair(word, encode, random, shifts, step: str, rest: str, more, loc, ip):
         text += widen("x", "$1", i == 1, "bfloat16") + f"abs.f32 x, x; mul.rn.f32 m, x, ${2 + i};"
         text += step.format(magic=magic, t=f"t{i}", to=f"add.{'rn' if random is None else 'rz'}.f32 t{i}, m, e;")
         if random is not None:
-            word, index = f"${4 + len(more) + i}", shifts[i] // 8
-            byte = f"shr.u32 byte, {word}, 24;" if index == 3 else f"prmt.b32 byte, {word}, 0, {0x4440 + index};"
+            byte = f"shl.b32 byte, ${4 + len(more) + i}, {24 - shifts[i]}; shr.u32 byte, byte, 24;"
             text = text.replace("<drawn>", f"{byte} add.s32 t{i}, t{i}, byte;")
         text = text.replace("<drawn>", "")
     constraints = "=r,r,f,f" + ",r" * (len(operands) - 3)
