@@ -8,10 +8,8 @@ Layouts and formulas: `mxfp8_reference`. K is a multiple of 32, rows of x any mu
 not read and count as zeros.
 
 Roles: warps that have nothing in common, persistent, one CTA an SM: each takes a piece of 32 rows x 128 columns (256 to
-restore) after another; neighbouring pieces are of other SMs, so that none has two more than another. No shared memory,
-no barrier.
-Timeline of a piece: a thread asks for 4 columns (8) of all 32 rows at once, 8 bytes a row; the warp finds the group of
-its next piece and, to quantise, asks for that to be brought to L2.
+restore) after another; neighbours take neighbouring columns. No shared memory, no barrier.
+Timeline of a piece: the warp finds its group; a thread asks for 4 columns (8) of all 32 rows at once, 8 bytes a row.
 A column's block is then one thread's; a row's is that of 8 lanes, which meet by shuffles, two rows to a word.
 
 Numerics: maxima are exact, products with powers of two FP32, one rounding to E4M3.
@@ -22,12 +20,10 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float8E4M3FN, Int32, Int64, Uint8, Uint32, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_kernels.hopper.epilogues.eights import load_global, store_global
-from cute_kernels.hopper.fp8_scales import MAGNITUDES, bf16_bits, exchanged, halves_of, max_halves
+from cute_kernels.hopper.fp8_scales import halves_of, max_halves
 from cute_kernels.hopper.mxfp8_scales import (
     BLOCK,
     decode_factor,
@@ -43,6 +39,7 @@ WARPS = 16
 COLUMNS = 4
 """Of a thread that quantises."""
 RESTORED_COLUMNS = 8
+MAGNITUDES = 0x7FFF7FFF
 GROUP_PADDING = 128
 
 
@@ -88,33 +85,23 @@ def find(padded: cute.Tensor, row):
 
 
 @cute.jit
-def piece_of(index, spans, rows: cutlass.Constexpr, columns: cutlass.Constexpr, offsets, padded, group):
-    """Piece `index`, of so many rows: columns first, then rows of groups. columns: of a thread."""
+def piece_of(index, spans, columns: cutlass.Constexpr, offsets, padded):
+    """Piece `index` of groups: columns first, then rows."""
     block = index // spans
-    top = block * rows
+    top = block * BLOCK
+    group = find(padded, top)
     row = offsets[group] + top - padded[group]
     column = ((index - block * spans) * 32 + cute.arch.lane_idx()) * columns
-    return Piece(row, cutlass.min(offsets[group + 1] - row, rows), top, column)
+    return Piece(row, cutlass.min(offsets[group + 1] - row, BLOCK), top, column)
 
 
-@dsl_user_op
-def fetch(address, wanted, *, loc=None, ip=None):
-    """Asks for 128 bytes of global memory, to be in L2 once they are read."""
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int32(wanted))]
-    text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
-    llvm.inline_asm(
-        None, operands, text, "l,r", has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+def bf16_bits(half):
+    """The FP32 bits of a BF16 magnitude in the lower half of a word."""
+    return Int32(half << 16)
 
 
-def ask_for(x: cute.Tensor, piece: Piece, rows: int):
-    """A piece of x, whose rows are 256 bytes."""
-    lane = cute.arch.lane_idx()
-    column = piece.column - lane * COLUMNS + lane % 2 * 64
-    place, step = address(x, piece.row + lane // 2, column)
-    for first in range(0, rows, 16):
-        fetch(place + first * step, (lane // 2 + first < piece.left) & (column < x.shape[1]))
+def exchanged(word, distance: int):
+    return Uint32(cute.arch.shuffle_sync_bfly(word, offset=distance))
 
 
 class Quantize:
@@ -151,8 +138,10 @@ class Quantize:
         """The FP32 bits of both halves of a word of maxima."""
         return bf16_bits(largest & Uint32(0xFFFF)), bf16_bits(largest >> 16)
 
-    def piece(self, words, width, copies: Copies, piece: Piece):
+    def piece(self, x: cute.Tensor, copies: Copies, piece: Piece):
         """Everything that is wanted of one piece."""
+        width = x.shape[1]
+        words = self.read(x, piece, width)
         inside = piece.column < width
         if self.square:
             self.store_square(words, copies, piece, inside)
@@ -245,19 +234,13 @@ class QuantizeRows(Quantize):
         ctas, _, _ = cute.arch.grid_dim()
         spans = (x.shape[1] + 32 * COLUMNS - 1) // (32 * COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
-        first, step = warp * ctas + cta, ctas * WARPS
-        group = find(padded, cutlass.min(first, pieces - 1) // spans * BLOCK)
-        for index in cutlass.range(first, pieces, step, unroll=1):
-            piece = piece_of(index, spans, BLOCK, COLUMNS, offsets, padded, group)
-            words = self.read(x, piece, x.shape[1])
-            following = cutlass.min(index + step, pieces - 1)
-            group = find(padded, following // spans * BLOCK)
-            ask_for(x, piece_of(following, spans, BLOCK, COLUMNS, offsets, padded, group), BLOCK)
+        for index in cutlass.range(cta * WARPS + warp, pieces, ctas * WARPS, unroll=1):
+            piece = piece_of(index, spans, COLUMNS, offsets, padded)
             wanted = Boolean(piece.left > 0)
             if const_expr(Copies(*copies).data is not None):
                 wanted = Boolean(True)  # zeros in the padding
             if wanted:
-                self.piece(words, x.shape[1], Copies(*copies), piece)
+                self.piece(x, Copies(*copies), piece)
 
 
 class Restore:
@@ -287,9 +270,8 @@ class Restore:
         ctas, _, _ = cute.arch.grid_dim()
         spans = (out.shape[1] + 32 * RESTORED_COLUMNS - 1) // (32 * RESTORED_COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
-        for index in cutlass.range(warp * ctas + cta, pieces, ctas * WARPS, unroll=1):
-            group = find(padded, index // spans * BLOCK)
-            piece = piece_of(index, spans, BLOCK, RESTORED_COLUMNS, offsets, padded, group)
+        for index in cutlass.range(cta * WARPS + warp, pieces, ctas * WARPS, unroll=1):
+            piece = piece_of(index, spans, RESTORED_COLUMNS, offsets, padded)
             if piece.left > 0:
                 self.piece(data, scale, piece, out)
 
