@@ -289,7 +289,8 @@ def test_kept_quantised_has_the_bytes_of_a_quantise() -> None:
 
 def real_scales(kept: Quantized, width: int, halves: int) -> Tensor:
     """Those of blocks that there are, the rest only fills up."""
-    return kept.scale.view(kept.scale.shape[0], halves, -1)[..., : width // 32].contiguous()
+    rows, scales = kept.scale.shape
+    return kept.scale.view(rows, halves, scales // halves)[..., : width // 32].contiguous()
 
 
 def check_act(

@@ -94,10 +94,15 @@ def test_kept_quantised(splits: Splits) -> None:
             assert error <= NEAR, f"{name}: {error:.4f} from the unfused one"
 
 
-@pytest.mark.parametrize(("hidden", "intermediate"), [(7168, 2048), (2880, 2880), (2048, 768)])
-def test_bytes_kept(hidden: int, intermediate: int) -> None:
-    """Of x and the pre-activation, and a little: at most 0.6 of what BF16 keeps."""
-    splits = full("even", *([512] * 4))
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "rows", "most"),
+    [(7168, 2048, 4096, 0.75), (2880, 2880, 1024, 0.86), (2048, 768, 512, 0.8)],
+)
+def test_bytes_kept(hidden: int, intermediate: int, rows: int, most: float) -> None:
+    """Of x and the pre-activation, and a little: with a quantised one at most 0.6 of what BF16 keeps. rows: of each
+    group. x has room for each group's rows to be padded to 128.
+    """
+    splits = full("even", *([rows] * 4))
     kept = []
     for recipe in (None, RECIPE, KEPT):
         layer = Layer(splits, recipe, hidden=hidden, intermediate=intermediate)
@@ -111,7 +116,7 @@ def test_bytes_kept(hidden: int, intermediate: int) -> None:
             layer.forward()
         weights = {p.untyped_storage().data_ptr() for p in layer.model.parameters()}
         kept.append(sum(t.nbytes for key, t in saved.items() if key not in weights and t.dim() < 3))
-    assert kept[1] <= 0.85 * kept[0] and kept[2] <= 0.6 * kept[0], kept
+    assert kept[1] <= most * kept[0] and kept[2] <= 0.6 * kept[0], kept
 
 
 @pytest.mark.parametrize("splits", [TAIL, FULL], ids=str)
