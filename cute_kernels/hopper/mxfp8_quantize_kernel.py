@@ -23,7 +23,7 @@ from cutlass import BFloat16, Boolean, Float8E4M3FN, Int32, Int64, Uint8, Uint32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from cute_kernels.hopper.epilogues.eights import load_global, store_global
-from cute_kernels.hopper.fp8_scales import halves_of, max_halves
+from cute_kernels.hopper.fp8_scales import MAGNITUDES, bf16_bits, exchanged, halves_of, max_halves
 from cute_kernels.hopper.mxfp8_scales import (
     BLOCK,
     decode_factor,
@@ -39,7 +39,6 @@ WARPS = 16
 COLUMNS = 4
 """Of a thread that quantises."""
 RESTORED_COLUMNS = 8
-MAGNITUDES = 0x7FFF7FFF
 GROUP_PADDING = 128
 
 
@@ -85,23 +84,13 @@ def find(padded: cute.Tensor, row):
 
 
 @cute.jit
-def piece_of(index, spans, columns: cutlass.Constexpr, offsets, padded):
-    """Piece `index` of groups: columns first, then rows."""
+def piece_of(index, spans, rows: cutlass.Constexpr, columns: cutlass.Constexpr, offsets, padded, group):
+    """Piece `index`, of so many rows: columns first, then rows of groups. columns: of a thread."""
     block = index // spans
-    top = block * BLOCK
-    group = find(padded, top)
+    top = block * rows
     row = offsets[group] + top - padded[group]
     column = ((index - block * spans) * 32 + cute.arch.lane_idx()) * columns
-    return Piece(row, cutlass.min(offsets[group + 1] - row, BLOCK), top, column)
-
-
-def bf16_bits(half):
-    """The FP32 bits of a BF16 magnitude in the lower half of a word."""
-    return Int32(half << 16)
-
-
-def exchanged(word, distance: int):
-    return Uint32(cute.arch.shuffle_sync_bfly(word, offset=distance))
+    return Piece(row, cutlass.min(offsets[group + 1] - row, rows), top, column)
 
 
 class Quantize:
@@ -235,7 +224,8 @@ class QuantizeRows(Quantize):
         spans = (x.shape[1] + 32 * COLUMNS - 1) // (32 * COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
         for index in cutlass.range(cta * WARPS + warp, pieces, ctas * WARPS, unroll=1):
-            piece = piece_of(index, spans, COLUMNS, offsets, padded)
+            group = find(padded, index // spans * BLOCK)
+            piece = piece_of(index, spans, BLOCK, COLUMNS, offsets, padded, group)
             wanted = Boolean(piece.left > 0)
             if const_expr(Copies(*copies).data is not None):
                 wanted = Boolean(True)  # zeros in the padding
@@ -271,7 +261,8 @@ class Restore:
         spans = (out.shape[1] + 32 * RESTORED_COLUMNS - 1) // (32 * RESTORED_COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
         for index in cutlass.range(cta * WARPS + warp, pieces, ctas * WARPS, unroll=1):
-            piece = piece_of(index, spans, RESTORED_COLUMNS, offsets, padded)
+            group = find(padded, index // spans * BLOCK)
+            piece = piece_of(index, spans, BLOCK, RESTORED_COLUMNS, offsets, padded, group)
             if piece.left > 0:
                 self.piece(data, scale, piece, out)
 

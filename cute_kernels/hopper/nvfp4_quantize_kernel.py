@@ -25,13 +25,14 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-from cutlass.cutlass_dsl import select_
+from cutlass.cutlass_dsl import dsl_user_op, select_
 
 from cute_kernels.hopper.epilogues.eights import load_global, permuted, store_global
 from cute_kernels.hopper.epilogues.quantized import larger
 from cute_kernels.hopper.fp8_scales import MAGNITUDES, bf16_bits, exchanged, halves_of, max_halves
-from cute_kernels.hopper.mxfp8_quantize_kernel import Piece, address, ask_for, find, piece_of
+from cute_kernels.hopper.mxfp8_quantize_kernel import Piece, address, find, piece_of
 from cute_kernels.hopper.nvfp4_maxima import (
     column_maxima,
     largest_half,
@@ -74,6 +75,26 @@ class Copies(NamedTuple):
     columns: Any
     data: Any
     scale: Any
+
+
+@dsl_user_op
+def fetch(address, wanted, *, loc=None, ip=None):
+    """Asks for 128 bytes of global memory, to be in L2 once they are read."""
+    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int32(wanted))]
+    text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
+    llvm.inline_asm(
+        None, operands, text, "l,r", has_side_effects=True, is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+def ask_for(x: cute.Tensor, piece: Piece, rows: int):
+    """A piece of x, whose rows are 256 bytes."""
+    lane = cute.arch.lane_idx()
+    column = piece.column - lane * COLUMNS + lane % 2 * 64
+    place, step = address(x, piece.row + lane // 2, column)
+    for first in range(0, rows, 16):
+        fetch(place + first * step, (lane // 2 + first < piece.left) & (column < x.shape[1]))
 
 
 def read(x: cute.Tensor, piece: Piece):
