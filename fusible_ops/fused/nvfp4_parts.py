@@ -51,9 +51,9 @@ Maxima = tuple[Tensor, Tensor | None]
 """What `nvfp4_reference.nvfp4_amax` gives."""
 
 
-def rotates(quantizer: Quantizer, down: bool) -> bool:
-    """Whether a copy down the tokens is wanted and is rotated."""
-    return quantizer.format.hadamard and down
+def rotates(quantizer: Quantizer | None, down: bool) -> bool:
+    """Whether a copy down the tokens is wanted and is rotated. quantizer: None where nothing is wanted."""
+    return down and quantizer is not None and quantizer.format.hadamard
 
 
 def operand_of(
