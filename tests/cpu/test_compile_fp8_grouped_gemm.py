@@ -37,13 +37,11 @@ CASES = {
     "act_swiglu": options("act", activation=SWIGLU, keeps=True, **BOTH),
     "act_clamped_everything_straddling": options("act", activation=CLAMPED, straddles=True, **EVERYTHING),
     "act_gelu_fp32_scales": options("act", activation=GELU, power_of_two=False, **EVERYTHING),
-    "act_srelu_rows": options("act", activation=Activation("srelu"), rowwise=True),
     "dact_swiglu": options("dact", activation=SWIGLU, **BOTH),
     "dact_clamped_everything": options("dact", activation=CLAMPED, **GRADIENTS),
     "dact_margin": options("dact", activation=SWIGLU, alone=True, **GRADIENTS),
     "dact_geglu_fp32_scales": options("dact", activation=Activation("geglu"), power_of_two=False, **GRADIENTS),
     "dact_relu_columns": options("dact", activation=Activation("relu"), columnwise=True),
-    "dact_swiglu_rows": options("dact", activation=SWIGLU, rowwise=True),
     **{f"dact_{kind}": options("dact", activation=Activation(kind), **GRADIENTS) for kind in OTHERS},
     "act_kept_clamped_straddling": options(
         "act", activation=CLAMPED, straddles=True, quantized_preact=True, **EVERYTHING
@@ -52,7 +50,6 @@ CASES = {
         "act", activation=GELU, power_of_two=False, quantized_preact=True, **EVERYTHING
     ),
     "dact_kept_swiglu": options("dact", activation=SWIGLU, quantized_preact=True, **GRADIENTS),
-    "dact_kept_swiglu_rows": options("dact", activation=SWIGLU, rowwise=True, quantized_preact=True),
     "dact_kept_clamped": options("dact", activation=CLAMPED, quantized_preact=True, **GRADIENTS),
     "dact_kept_geglu": options("dact", activation=Activation("geglu"), quantized_preact=True, **GRADIENTS),
     "dact_kept_gelu_fp32_scales": options(

@@ -22,7 +22,6 @@ SWIGLU, CLAMPED = Activation("swiglu"), Activation("clamped_swiglu", 7.0, 1.702,
 QUANTIZE = (
     QuantizeOptions(True, False, True),
     QuantizeOptions(True, True, False),
-    QuantizeOptions(True, False, False),
     QuantizeOptions(False, True, False),
     QuantizeOptions(False, False, True),
     QuantizeOptions(True, True, True),
@@ -44,22 +43,18 @@ CASES = {
     "act_clamped_everything": options(
         "act", (128, 192), CLAMPED, has_bias=True, factor="float32", glu_interleave=32, separate=True, dynamic=True
     ),
-    "act_square": options("act", (128, 128), SWIGLU, keeps=False),
     "act_low": options("act", (64, 128), SWIGLU, factor="bfloat16"),
-    "act_small_srelu": options("act", (64, 64), Activation("srelu")),
     "dact_swiglu": options("dact", (128, 128), SWIGLU, **GRADIENTS),
     "dact_clamped": options("dact", (128, 128), CLAMPED, dynamic=True, **GRADIENTS),
     "dact_geglu": options("dact", (128, 128), Activation("geglu"), **GRADIENTS),
     "dact_gelu": options("dact", (128, 128), Activation("gelu"), **GRADIENTS),
     "dact_low_swiglu": options("dact", (64, 128), SWIGLU, **GRADIENTS),
-    "dact_small_swiglu": options("dact", (64, 64), SWIGLU, **GRADIENTS),
     "dact_rows_alone": options("dact", (128, 128), SWIGLU, columnwise=False, keeps=False),
     "dact_low_sums": options("dact", (64, 128), SWIGLU, has_dbias=True, **GRADIENTS),
     "dact_low_clamped_sums": options(
         "dact", (64, 128), CLAMPED, has_dbias=True, separate=True, dynamic=True, **GRADIENTS
     ),
     "dact_small_gelu_sums": options("dact", (64, 64), Activation("gelu"), has_dbias=True),
-    "dact_without_act": options("dact", (128, 128), SWIGLU, keeps=False, **GRADIENTS),
     "dact_act_alone": options("dact", (128, 128), SWIGLU, rowwise=False, columnwise=False),
     "act_kept": options("act", (128, 192), SWIGLU, factor="float32", quantized_preact=True),
     "act_kept_everything": options(
@@ -67,13 +62,11 @@ CASES = {
         **{"has_bias": True, "factor": "float32", "glu_interleave": 32, "separate": True, "dynamic": True},
         quantized_preact=True,
     ),
-    "act_kept_low": options("act", (64, 128), SWIGLU, factor="bfloat16", quantized_preact=True),
     "act_kept_small_srelu": options("act", (64, 64), Activation("srelu"), quantized_preact=True),
     "dact_kept": options("dact", (128, 128), SWIGLU, quantized_preact=True, **GRADIENTS),
     "dact_kept_clamped": options("dact", (128, 128), CLAMPED, quantized_preact=True, dynamic=True, **GRADIENTS),
     "dact_kept_geglu": options("dact", (128, 128), Activation("geglu"), quantized_preact=True, **GRADIENTS),
     "dact_kept_gelu": options("dact", (128, 128), Activation("gelu"), quantized_preact=True, **GRADIENTS),
-    "dact_kept_low": options("dact", (64, 128), SWIGLU, quantized_preact=True, **GRADIENTS),
     "dact_kept_small_srelu": options("dact", (64, 64), Activation("srelu"), quantized_preact=True, **GRADIENTS),
     "dact_kept_rows_alone": options(
         "dact", (128, 128), SWIGLU, columnwise=False, keeps=False, quantized_preact=True, **GRADIENTS
@@ -84,7 +77,6 @@ CASES = {
     "dact_kept_act_alone": options(
         "dact", (128, 128), SWIGLU, rowwise=False, columnwise=False, quantized_preact=True, **GRADIENTS
     ),
-    "dact_sums_alone": options("dact", (128, 128), SWIGLU, rowwise=False, columnwise=False, keeps=False, **GRADIENTS),
 }
 
 
