@@ -61,7 +61,6 @@ CASES = {
     "dact_sreglu": options("dact", activation=Activation("sreglu"), **GRADIENTS),
     "dact_qgeglu": options("dact", activation=Activation("qgeglu"), **GRADIENTS),
     "act_gelu": options("act", activation=Activation("gelu"), has_bias=True, factor="float32"),
-    "act_srelu_alone": options("act", activation=Activation("srelu"), keeps=False),
     "dact_swiglu": options("dact", activation=SWIGLU, **GRADIENTS),
     "dact_square_swiglu": options("dact", SQUARE, activation=SWIGLU, **GRADIENTS),
     "dact_low_swiglu": options("dact", LOW, activation=SWIGLU, **GRADIENTS),
@@ -71,7 +70,6 @@ CASES = {
     "dact_gelu": options("dact", activation=Activation("gelu"), **GRADIENTS),
     "dact_square_gelu": options("dact", SQUARE, activation=Activation("gelu"), **GRADIENTS),
     "act_zeroes_later": options("act", activation=SWIGLU, factor="float32", zero_tail=False, zeroes_later=True),
-    "dynamic_store": options("store", dynamic=True),
     "dynamic_store_low_bias_scale": options("store", LOW, has_bias=True, factor="float32", dynamic=True),
     "dynamic_dgrad_interleaved_separate": options(
         "store", contracts_rows=True, glu_interleave=32, separate=True, dynamic=True
@@ -80,17 +78,13 @@ CASES = {
     "dynamic_dact_swiglu": options("dact", activation=SWIGLU, dynamic=True, **GRADIENTS),
     "store_transposed_bias_scale": options("store", contracts_rows=True, has_bias=True, factor="float32"),
     "act_transposed_srelu": options("act", activation=Activation("srelu"), contracts_rows=True, **EVERYTHING),
-    "act_transposed_swiglu": options("act", activation=SWIGLU, contracts_rows=True, factor="float32"),
     "act_transposed_clamped": options("act", activation=CLAMPED, contracts_rows=True, **EVERYTHING),
-    "act_low_transposed_swiglu": options("act", LOW, activation=SWIGLU, contracts_rows=True, dynamic=True),
     "act_pairs": options("act", activation=CLAMPED, contracts_rows=True, preact_interleave=1, **EVERYTHING),
-    "act_square_pairs": options("act", SQUARE, activation=CLAMPED, contracts_rows=True, preact_interleave=1),
     "act_small_blocks_of_8": options("act", SMALL, activation=SWIGLU, contracts_rows=True, preact_interleave=8),
     "act_blocks_of_32": options("act", activation=SWIGLU, contracts_rows=True, preact_interleave=32, factor="float32"),
     "dact_pairs": options("dact", activation=CLAMPED, contracts_rows=False, preact_interleave=1, **GRADIENTS),
     "dact_square_pairs": options("dact", SQUARE, activation=CLAMPED, preact_interleave=1, **GRADIENTS),
     "dact_blocks_of_16": options("dact", activation=SWIGLU, preact_interleave=16, separate=True, **GRADIENTS),
-    "dact_transposed_swiglu": options("dact", activation=SWIGLU, contracts_rows=False, **GRADIENTS),
     "dact_srelu_least": options("dact", activation=Activation("srelu"), keeps=False, zero_tail=False),
 }
 
