@@ -14,34 +14,20 @@ from cute_kernels.mxfp8_reference import Mxfp8Copies, Mxfp8Weights, kept_shapes,
 from cute_kernels.quantization.quantize import Quantized, parts_of, whole_of
 from cute_kernels.registry import (
     MARGIN,
+    TILED,
     Pick,
     empty_as_none,
     hopper,
     none_as_empty,
     of_module,
+    of_weights,
     plain,
     register,
+    with_optional_results,
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Implementations and shape functions
-
-
-def _copies(name: str, pick: Pick) -> Callable:
-    def run(x, *args, **sharing):
-        return none_as_empty(pick(name)(x, *args, **sharing), x)
-
-    return run
-
-
-def _weights(name: str, pick: Pick) -> Callable:
-    """Of square blocks there is one result: an operator's may not share memory."""
-
-    def run(weights, columnwise, square, **sharing):
-        rows, columns = pick(name)(weights, columnwise, square, **sharing)
-        return none_as_empty((rows, None if square else columns), rows)
-
-    return run
 
 
 def _gemm_act(name: str, pick: Pick) -> Callable:
@@ -117,12 +103,11 @@ def _fake_gemm_dact(
     return none_as_empty((*copies, act, dprobs, dbias), dy)
 
 
-_SHARING = f"{MARGIN}, Tensor? counter=None"
 _OPERATORS = (
     (
         "mxfp8_quantize(Tensor x, Tensor offsets, Tensor padded, bool rowwise, bool columnwise, bool stored, "
         f"{MARGIN}) -> (Tensor, Tensor, Tensor, Tensor)",
-        _copies,
+        with_optional_results,
         _fake_quantize,
     ),
     (
@@ -132,12 +117,12 @@ _OPERATORS = (
     ),
     (
         f"mxfp8_quantize_weight(Tensor[] weights, bool columnwise, bool square, {MARGIN}) -> (Tensor, Tensor)",
-        _weights,
+        of_weights,
         _fake_quantize_weight,
     ),
     (
         "mxfp8_grouped_gemm_act(Tensor x, Tensor[] weights, Tensor offsets, str activation, Tensor? bias, "
-        f"Tensor? probs, int glu_interleave, bool save_preact, bool quantize_preact, {_SHARING}) "
+        f"Tensor? probs, int glu_interleave, bool save_preact, bool quantize_preact, {TILED}) "
         "-> (Tensor, Tensor, Tensor)",
         _gemm_act,
         _fake_gemm_act,
@@ -145,7 +130,7 @@ _OPERATORS = (
     (
         "mxfp8_grouped_gemm_dact(Tensor dy, Tensor[] weights, Tensor offsets, Tensor preact, Tensor? preact_scale, "
         "str activation, Tensor? probs, bool rowwise, bool columnwise, bool need_act, bool need_dprobs, "
-        f"bool need_dbias, int glu_interleave, {_SHARING}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        f"bool need_dbias, int glu_interleave, {TILED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         _gemm_dact,
         _fake_gemm_dact,
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,37 +13,20 @@ from cute_kernels.activation import Activation
 from cute_kernels.nvfp4_reference import Nvfp4Copies, Nvfp4Weights, stored_shapes
 from cute_kernels.registry import (
     MARGIN,
-    Pick,
+    TILED,
     empty_as_none,
     hopper,
     none_as_empty,
     of_module,
+    of_weights,
     plain,
     register,
     with_activation,
+    with_optional_results,
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Implementations and shape functions
-
-
-def _optional(name: str, pick: Pick) -> Callable:
-    """The operator of a function with optional results, of the device of its first argument."""
-
-    def run(x, *args, **sharing):
-        return none_as_empty(pick(name)(x, *args, **sharing), x)
-
-    return run
-
-
-def _weights(name: str, pick: Pick) -> Callable:
-    """Of square blocks there is one result: an operator's may not share memory."""
-
-    def run(weights, columnwise, square, **sharing):
-        rows, columns, amax = pick(name)(weights, columnwise, square, **sharing)
-        return none_as_empty((rows, None if square else columns, amax), rows)
-
-    return run
 
 
 def _fake_maxima(offsets, rotated):
@@ -103,19 +86,18 @@ def _fake_wgrad_(*_):
     return None
 
 
-_SHARING = f"{MARGIN}, Tensor? counter=None"
 _AMAXES = "Tensor amax, Tensor weight_amax"
 _FOUR = "(Tensor, Tensor, Tensor, Tensor)"
 _OPERATORS = (
     (
         f"nvfp4_amax(Tensor x, Tensor offsets, Tensor padded, bool rotated, {MARGIN}) -> (Tensor, Tensor)",
-        _optional,
+        with_optional_results,
         _fake_amax,
     ),
     (
         "nvfp4_quantize(Tensor x, Tensor offsets, Tensor padded, Tensor? amax, Tensor? column_amax, Tensor? state, "
         f"bool rowwise, bool columnwise, bool stored, bool rotated, {MARGIN}) -> (Tensor, Tensor, Tensor, Tensor)",
-        _optional,
+        with_optional_results,
         _fake_quantize,
     ),
     (
@@ -125,42 +107,42 @@ _OPERATORS = (
     ),
     (
         f"nvfp4_quantize_weight(Tensor[] weights, bool columnwise, bool square, {MARGIN}) -> (Tensor, Tensor, Tensor)",
-        _weights,
+        of_weights,
         _fake_quantize_weight,
     ),
     (
         f"nvfp4_grouped_gemm(Tensor x, Tensor[] weights, Tensor offsets, {_AMAXES}, Tensor? bias, "
-        f"Tensor? bias_scale, {_SHARING}) -> Tensor",
+        f"Tensor? bias_scale, {TILED}) -> Tensor",
         plain,
         _fake_gemm,
     ),
     (
         f"nvfp4_grouped_gemm_dgrad(Tensor dy, Tensor[] weights, Tensor offsets, {_AMAXES}, int glu_interleave, "
-        f"{_SHARING}) -> Tensor",
+        f"{TILED}) -> Tensor",
         plain,
         _fake_dgrad,
     ),
     (
         f"nvfp4_grouped_gemm_act(Tensor x, Tensor[] weights, Tensor offsets, {_AMAXES}, str activation, Tensor? bias, "
-        f"Tensor? probs, int glu_interleave, bool save_preact, bool rotated, {_SHARING}) -> {_FOUR}",
+        f"Tensor? probs, int glu_interleave, bool save_preact, bool rotated, {TILED}) -> {_FOUR}",
         with_activation,
         _fake_gemm_act,
     ),
     (
         f"nvfp4_grouped_gemm_dact(Tensor dy, Tensor[] weights, Tensor offsets, {_AMAXES}, Tensor preact, "
-        f"str activation, Tensor? probs, bool need_dprobs, bool rotated, {_SHARING}) -> {_FOUR}",
+        f"str activation, Tensor? probs, bool need_dprobs, bool rotated, {TILED}) -> {_FOUR}",
         with_activation,
         _fake_gemm_dact,
     ),
     (
         "nvfp4_grouped_wgrad(Tensor dy, Tensor x, Tensor offsets, Tensor amax, Tensor x_amax, int glu_interleave, "
-        f"{_SHARING}) -> Tensor",
+        f"{TILED}) -> Tensor",
         plain,
         _fake_wgrad,
     ),
     (
         "nvfp4_grouped_wgrad_(Tensor(a!)[] out, Tensor dy, Tensor x, Tensor offsets, Tensor amax, Tensor x_amax, "
-        f"int glu_interleave, bool accumulate, {_SHARING}) -> ()",
+        f"int glu_interleave, bool accumulate, {TILED}) -> ()",
         plain,
         _fake_wgrad_,
     ),

@@ -70,6 +70,7 @@ from cute_kernels.padded_ops import padded_wgrad as padded_wgrad
 from cute_kernels.padded_ops import padded_wgrad_ as padded_wgrad_
 from cute_kernels.registry import (
     MARGIN,
+    TILED,
     empty_as_none,
     hopper,
     host_functions,
@@ -147,7 +148,6 @@ def _fake_dscale(dy, bias, offsets):
     return dy.new_empty(dy.shape[0], dtype=torch.float32)
 
 
-_SHARING = f"{MARGIN}, Tensor? counter=None"
 _OPERATORS = (
     ("group_offsets(Tensor split_sizes, SymInt rows) -> Tensor", plain, _fake_group_offsets),
     (
@@ -157,31 +157,31 @@ _OPERATORS = (
     ),
     (
         "grouped_gemm(Tensor x, Tensor[] weights, Tensor offsets, Tensor? bias=None, Tensor? bias_scale=None, "
-        f"{_SHARING}) -> Tensor",
+        f"{TILED}) -> Tensor",
         plain,
         _fake_gemm,
     ),
     (
         "grouped_gemm_(Tensor(a!) out, Tensor x, Tensor[] weights, Tensor offsets, Tensor? bias=None, "
-        f"Tensor? bias_scale=None, {_SHARING}) -> ()",
+        f"Tensor? bias_scale=None, {TILED}) -> ()",
         plain,
         _fake_gemm_,
     ),
     (
-        f"grouped_gemm_dgrad(Tensor dy, Tensor[] weights, Tensor offsets, int glu_interleave=0, {_SHARING}) -> Tensor",
+        f"grouped_gemm_dgrad(Tensor dy, Tensor[] weights, Tensor offsets, int glu_interleave=0, {TILED}) -> Tensor",
         plain,
         _fake_dgrad,
     ),
     (
         "grouped_gemm_act(Tensor x, Tensor[] weights, Tensor offsets, str activation, Tensor? bias, Tensor? probs, "
         "int glu_interleave, bool save_preact, bool zero_tail, Tensor(a!)? zero_tail_of=None, "
-        f"int preact_interleave=0, {_SHARING}) -> (Tensor, Tensor)",
+        f"int preact_interleave=0, {TILED}) -> (Tensor, Tensor)",
         with_activation,
         _fake_gemm_act,
     ),
     (
         "grouped_gemm_dact(Tensor dy, Tensor[] weights, Tensor offsets, Tensor preact, str activation, Tensor? probs, "
-        f"bool need_act, bool need_dprobs, bool zero_tail, int preact_interleave=0, {_SHARING}) "
+        f"bool need_act, bool need_dprobs, bool zero_tail, int preact_interleave=0, {TILED}) "
         "-> (Tensor, Tensor, Tensor)",
         with_activation,
         _fake_gemm_dact,
@@ -193,13 +193,13 @@ _OPERATORS = (
         _fake_dact,
     ),
     (
-        f"grouped_wgrad(Tensor dy, Tensor x, Tensor offsets, int glu_interleave=0, {_SHARING}) -> Tensor",
+        f"grouped_wgrad(Tensor dy, Tensor x, Tensor offsets, int glu_interleave=0, {TILED}) -> Tensor",
         plain,
         _fake_wgrad,
     ),
     (
         "grouped_wgrad_(Tensor(a!)[] out, Tensor dy, Tensor x, Tensor offsets, int glu_interleave=0, "
-        f"bool accumulate=False, {_SHARING}) -> ()",
+        f"bool accumulate=False, {TILED}) -> ()",
         plain,
         _fake_wgrad_,
     ),

@@ -17,6 +17,8 @@ _LIBRARY = torch.library.Library("fusible_ops", "DEF")
 
 MARGIN = "*, int sm_margin=0"
 """What the schemas of kernels end with that use more than one SM."""
+TILED = f"{MARGIN}, Tensor? counter=None"
+"""What those of kernels end with that take tiles, also as they go."""
 SUMS = "bool deterministic=True"
 """What follows in those of kernels that can add up by atomics."""
 Pick = Callable[[str], Callable]
@@ -80,6 +82,27 @@ def plain(name: str, pick: Pick) -> Callable:
 
     def run(*args, **sharing):
         return pick(name)(*args, **sharing)
+
+    return run
+
+
+def with_optional_results(name: str, pick: Pick) -> Callable:
+    """The operator of the function `name`, whose results are optional, of the device of its first argument."""
+
+    def run(x, *args, **sharing):
+        return none_as_empty(pick(name)(x, *args, **sharing), x)
+
+    return run
+
+
+def of_weights(name: str, pick: Pick) -> Callable:
+    """The operator of the function `name`, which gives weights in rows, in columns, and more of them. Of square blocks
+    there is one result: an operator's may not share memory.
+    """
+
+    def run(weights, columnwise, square, **sharing):
+        rows, columns, *more = pick(name)(weights, columnwise, square, **sharing)
+        return none_as_empty((rows, None if square else columns, *more), rows)
 
     return run
 

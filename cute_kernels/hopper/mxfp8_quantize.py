@@ -19,7 +19,15 @@ from torch import Tensor
 from cute_kernels import launch
 from cute_kernels.catalog import SM90_MXFP8_DEQUANTIZE, SM90_MXFP8_QUANTIZE, SM90_MXFP8_QUANTIZE_WEIGHT
 from cute_kernels.facts import VECTOR_BYTES, TensorFacts, facts
-from cute_kernels.hopper.operands import KEPT, check_offsets, check_shape, is_readable, multiprocessors, readable
+from cute_kernels.hopper.operands import (
+    KEPT,
+    check_offsets,
+    check_plain_weights,
+    check_shape,
+    is_readable,
+    multiprocessors,
+    readable,
+)
 from cute_kernels.limits import dtype_name
 from cute_kernels.mxfp8_reference import BLOCK, Mxfp8Copies, Mxfp8Weights, stored_shapes
 
@@ -154,18 +162,7 @@ def mxfp8_quantize_weight(
 
 @functools.lru_cache(KEPT)
 def _weight_grid(weights: tuple[TensorFacts, ...], sm_margin: int) -> int:
-    kernel, first = SM90_MXFP8_QUANTIZE_WEIGHT, weights[0]
-    if len(first.shape) != (3 if len(weights) == 1 and len(first.shape) == 3 else 2):
-        found = [list(w.shape) for w in weights[:2]]
-        raise ValueError(f"{kernel.name}: weights start with {found}, needs one [G, N, K] or G tensors [N, K]")
-    rows, columns = first.shape[-2:]
-    kernel.require(dtype=dtype_name(first.dtype), N=rows, K=columns)
-    for w in weights:
-        check_shape(kernel.name, "weights", w, first.shape, first, (first.dtype,))
-        if not w.is_contiguous() or not w.aligned:
-            raise ValueError(
-                f"{kernel.name}: weights need to be contiguous [N, K] from a multiple of {VECTOR_BYTES} bytes on"
-            )
-    groups = first.shape[0] if len(first.shape) == 3 else 1
-    pieces = groups * rows // BLOCK * -(-columns // (32 * COLUMNS))
-    return min(multiprocessors(kernel, first.device, sm_margin), -(-pieces // WARPS))
+    kernel = SM90_MXFP8_QUANTIZE_WEIGHT
+    rows, columns = check_plain_weights(kernel, weights)
+    pieces = rows // BLOCK * -(-columns // (32 * COLUMNS))
+    return min(multiprocessors(kernel, weights[0].device, sm_margin), -(-pieces // WARPS))

@@ -25,7 +25,15 @@ from cute_kernels.catalog import (
     Kernel,
 )
 from cute_kernels.facts import VECTOR_BYTES, TensorFacts, facts, facts_or_none
-from cute_kernels.hopper.operands import KEPT, check_offsets, check_shape, is_readable, multiprocessors, readable
+from cute_kernels.hopper.operands import (
+    KEPT,
+    check_offsets,
+    check_plain_weights,
+    check_shape,
+    is_readable,
+    multiprocessors,
+    readable,
+)
 from cute_kernels.limits import dtype_name
 from cute_kernels.nvfp4_reference import BLOCK, Nvfp4Copies, Nvfp4Weights, stored_shapes
 
@@ -221,17 +229,6 @@ def nvfp4_quantize_weight(
 
 @functools.lru_cache(KEPT)
 def _weight_grid(weights: tuple[TensorFacts, ...], sm_margin: int) -> int:
-    kernel, first = SM90_NVFP4_QUANTIZE_WEIGHT, weights[0]
-    if len(first.shape) != (3 if len(weights) == 1 and len(first.shape) == 3 else 2):
-        found = [list(w.shape) for w in weights[:2]]
-        raise ValueError(f"{kernel.name}: weights start with {found}, needs one [G, N, K] or G tensors [N, K]")
-    rows, columns = first.shape[-2:]
-    kernel.require(dtype=dtype_name(first.dtype), N=rows, K=columns)
-    for w in weights:
-        check_shape(kernel.name, "weights", w, first.shape, first, (first.dtype,))
-        if not w.is_contiguous() or not w.aligned:
-            raise ValueError(
-                f"{kernel.name}: weights need to be contiguous [N, K] from a multiple of {VECTOR_BYTES} bytes on"
-            )
-    groups = first.shape[0] if len(first.shape) == 3 else 1
-    return _grid(kernel, first, groups * rows, columns, COLUMNS, sm_margin)
+    kernel = SM90_NVFP4_QUANTIZE_WEIGHT
+    rows, columns = check_plain_weights(kernel, weights)
+    return _grid(kernel, weights[0], rows, columns, COLUMNS, sm_margin)

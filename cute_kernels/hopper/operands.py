@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_kernels.catalog import Kernel
 from cute_kernels.facts import VECTOR_BYTES, TensorFacts, facts
 from cute_kernels.hopper.configs import sms_left
-from cute_kernels.limits import raise_refusal
+from cute_kernels.limits import dtype_name, raise_refusal
 from cute_kernels.target import Target
 
 MOST_ROWS = 1 << 30  # rows lie in ragged tensors of that extent
@@ -52,6 +52,25 @@ def check_shape(
     if t.shape != shape or t.dtype not in dtypes or t.device != like.device:
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name}: {letter} is {_told(t)}, needs {kinds} {list(shape)} on {like.device}")
+
+
+def check_plain_weights(kernel: Kernel, weights: tuple[TensorFacts, ...]) -> tuple[int, int]:
+    """(rows of what one launch takes, columns). Raises ValueError unless they are one contiguous [G, N, K] or G
+    contiguous [N, K], at multiples of 16 bytes, of sizes and of a dtype that the kernel takes.
+    """
+    first = weights[0]
+    if len(first.shape) != (3 if len(weights) == 1 and len(first.shape) == 3 else 2):
+        found = [list(w.shape) for w in weights[:2]]
+        raise ValueError(f"{kernel.name}: weights start with {found}, needs one [G, N, K] or G tensors [N, K]")
+    rows, columns = first.shape[-2:]
+    kernel.require(dtype=dtype_name(first.dtype), N=rows, K=columns)
+    for w in weights:
+        check_shape(kernel.name, "weights", w, first.shape, first, (first.dtype,))
+        if not w.is_contiguous() or not w.aligned:
+            raise ValueError(
+                f"{kernel.name}: weights need to be contiguous [N, K] from a multiple of {VECTOR_BYTES} bytes on"
+            )
+    return rows * (first.shape[0] if len(first.shape) == 3 else 1), columns
 
 
 def _told(t: Tensor | TensorFacts) -> str:

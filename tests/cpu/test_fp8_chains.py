@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -13,16 +12,15 @@ import fusible_ops as ops
 from cute_kernels.quantization.formats import fp8_block
 from fusible_ops.quantized_tensor import QuantizedTensor, quantized
 from tests.cases import EVEN, OFF_TILE, SMALL_SPLITS, TAIL, Splits
-from tests.compare import assert_bitwise_equal, floor, relative_error
+from tests.compare import assert_bitwise_equal, relative_error
 from tests.models import ACTIVATIONS, MLP, Inputs, as_if_on, step
+from tests.recipe_chains import MIXES, Results, Run, assert_near, both, partly_frozen
 
 BLOCK = ops.Float8BlockScaling()
 F32 = ops.Float8BlockScaling(use_f32_scales=True)
 KEPT = ops.Float8BlockScaling(preactivation="quantized")
 KEPT_F32 = ops.Float8BlockScaling(use_f32_scales=True, preactivation="quantized")
 BF16 = torch.bfloat16
-WORSE = 1.05
-"""How much larger the error of a fused gradient against FP32 may be than that of the unfused one."""
 
 
 def fused(model: ops.Sequential, recipe: ops.Recipe = BLOCK) -> ops.Sequential:
@@ -33,25 +31,11 @@ def fused(model: ops.Sequential, recipe: ops.Recipe = BLOCK) -> ops.Sequential:
     return again
 
 
-def compare(
-    model: ops.Sequential, run: Callable[[ops.Sequential], dict[str, Tensor]], recipe=BLOCK, exact=None
-) -> None:
+def compare(model: ops.Sequential, run: Run, recipe: ops.Recipe = BLOCK, exact: Results | None = None) -> None:
     """y is bit for bit the unfused one; gradients are as accurate, and never far from the unfused ones."""
-    with ops.autocast(recipe=recipe):
-        want = run(model)
-        with as_if_on("sm_90a"):
-            got = run(fused(model, recipe))
-    assert got.keys() == want.keys()
-    for name in want:
-        assert got[name].shape == want[name].shape and got[name].dtype == want[name].dtype, name
-        assert got[name].isfinite().all(), name
+    got, want = both(model, run, recipe, fused)
     assert_bitwise_equal(got["y"], want["y"], "y")
-    for name, t in want.items():
-        error = relative_error(got[name].float(), t.float())
-        assert error <= 0.03, f"{name}: {error:.4f} from the unfused one"
-    for name, truth in (exact or {}).items():
-        mine, theirs = relative_error(got[name].float(), truth), relative_error(want[name].float(), truth)
-        assert mine <= WORSE * theirs + floor(BF16), f"{name}: error {mine:.4f}, unfused {theirs:.4f}"
+    assert_near(got, want, 0.03, exact)
 
 
 def compare_mlp(mlp: MLP, splits: Splits, recipe: ops.Recipe = BLOCK, **build: object) -> None:
@@ -160,24 +144,9 @@ def test_held_weights_unlike_each_other(unlike: str) -> None:
         model(x, sizes)
 
 
-@pytest.mark.parametrize("wants", list(itertools.product([False, True], repeat=4))[1:], ids=str)
+@MIXES
 def test_frozen_parts(wants: tuple[bool, bool, bool, bool]) -> None:
-    """Every mix of what is wanted of (x, fc1, fc2, probs)."""
-    mlp = MLP(hidden=160, intermediate=128, bias=True)
-    model, inputs = mlp.build(TAIL, "cpu", BF16), Inputs.random(TAIL, mlp.hidden, "cpu", BF16)
-    for op, want in ((model[0], wants[1]), (model[2], wants[2])):
-        op.requires_grad_(want)
-
-    def run(m: ops.Sequential) -> dict[str, Tensor]:
-        m.zero_grad()
-        x, probs = inputs.x.clone().requires_grad_(wants[0]), inputs.probs.clone().requires_grad_(wants[3])
-        y = m(x, *mlp.extras(TAIL.tensor(), probs))
-        y.backward(inputs.dy)
-        results = {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad}
-        results |= {name: p.grad for name, p in m.named_parameters()}
-        return {name: t for name, t in results.items() if t is not None}
-
-    compare(model, run)
+    compare(*partly_frozen(wants))
 
 
 @pytest.mark.parametrize("position", ["middle", "last", "first"])

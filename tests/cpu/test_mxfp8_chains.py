@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -18,47 +17,27 @@ from fusible_ops.picture import as_data
 from fusible_ops.quantized_tensor import QuantizedTensor, quantized
 from fusible_ops.warmup import kernels_of
 from patterns import explain
+from tests import recipe_chains
 from tests.cases import EVEN, OFF_TILE, SMALL_SPLITS, TAIL, Splits
-from tests.compare import assert_bitwise_equal, floor, relative_error
+from tests.compare import assert_bitwise_equal, relative_error
 from tests.models import ACTIVATIONS, MLP, Inputs, as_if_on, formed_from_kept, step
+from tests.recipe_chains import MIXES, Results, Run, assert_near, both, partly_frozen
 
 RECIPE = ops.MXFP8BlockScaling()
 KEPT = ops.MXFP8BlockScaling(preactivation="quantized")
 SQUARE = ops.MXFP8BlockScaling(enable_2d_quantization=True)
 BF16 = torch.bfloat16
-WORSE = 1.05
-"""How much larger the error of a fused gradient against FP32 may be than that of the unfused one."""
 
 
 def fused(model: ops.Sequential, recipe: ops.Recipe = RECIPE) -> ops.Sequential:
-    """The same modules, as fused on Hopper; everything must fuse."""
-    again = ops.Sequential(dict(model.named_children()), on_unfused="error")
-    with as_if_on("sm_90a"):
-        (group,) = again.groups()
-        plan = group.plan(again._target("sm_90a"), None, recipe)
-        assert [step.rule and step.rule.name.endswith("_mxfp8") for step in plan.steps] == [True], explain(plan)
-    return again
+    return recipe_chains.fused(model, recipe, "_mxfp8")
 
 
-def compare(
-    model: ops.Sequential, run: Callable[[ops.Sequential], dict[str, Tensor]], recipe=RECIPE, exact=None
-) -> None:
+def compare(model: ops.Sequential, run: Run, recipe: ops.Recipe = RECIPE, exact: Results | None = None) -> None:
     """y is bit for bit the unfused one; gradients are as accurate, and never far from the unfused ones."""
-    with ops.autocast(recipe=recipe):
-        want = run(model)
-        with as_if_on("sm_90a"):
-            got = run(fused(model, recipe))
-    assert got.keys() == want.keys()
-    for name in want:
-        assert got[name].shape == want[name].shape and got[name].dtype == want[name].dtype, name
-        assert got[name].isfinite().all(), name
+    got, want = both(model, run, recipe, fused)
     assert_bitwise_equal(got["y"], want["y"], "y")
-    for name, t in want.items():
-        error = relative_error(got[name].float(), t.float())
-        assert error <= 0.03, f"{name}: {error:.4f} from the unfused one"
-    for name, truth in (exact or {}).items():
-        mine, theirs = relative_error(got[name].float(), truth), relative_error(want[name].float(), truth)
-        assert mine <= WORSE * theirs + floor(BF16), f"{name}: error {mine:.4f}, unfused {theirs:.4f}"
+    assert_near(got, want, 0.03, exact)
 
 
 def compare_mlp(mlp: MLP, splits: Splits, recipe: ops.Recipe = RECIPE) -> None:
@@ -145,24 +124,9 @@ def test_weights_that_are_held_in_another_format_are_not_quantised_again(held: o
         assert relative_error(got[name].float(), want[name].float()) <= 0.03, name
 
 
-@pytest.mark.parametrize("wants", list(itertools.product([False, True], repeat=4))[1:], ids=str)
+@MIXES
 def test_frozen_parts(wants: tuple[bool, bool, bool, bool]) -> None:
-    """Every mix of what is wanted of (x, fc1, fc2, probs)."""
-    mlp = MLP(hidden=160, intermediate=128, bias=True)
-    model, inputs = mlp.build(TAIL, "cpu", BF16), Inputs.random(TAIL, mlp.hidden, "cpu", BF16)
-    for op, want in ((model[0], wants[1]), (model[2], wants[2])):
-        op.requires_grad_(want)
-
-    def run(m: ops.Sequential) -> dict[str, Tensor]:
-        m.zero_grad()
-        x, probs = inputs.x.clone().requires_grad_(wants[0]), inputs.probs.clone().requires_grad_(wants[3])
-        y = m(x, *mlp.extras(TAIL.tensor(), probs))
-        y.backward(inputs.dy)
-        results = {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad}
-        results |= {name: p.grad for name, p in m.named_parameters()}
-        return {name: t for name, t in results.items() if t is not None}
-
-    compare(model, run)
+    compare(*partly_frozen(wants))
 
 
 def test_a_quantize_in_the_middle() -> None:

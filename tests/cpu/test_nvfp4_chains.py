@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,10 +11,12 @@ import fusible_ops as ops
 from cute_kernels.quantization.groups import padded_rows
 from fusible_ops.quantized_tensor import QuantizedTensor
 from patterns import explain
+from tests import recipe_chains
 from tests.cases import EVEN, OFF_TILE, SMALL_SPLITS, TAIL, Splits
-from tests.compare import assert_bitwise_equal, floor, relative_error
+from tests.compare import assert_bitwise_equal, relative_error
 from tests.cpu.test_mxfp8_chains import run_alone
 from tests.models import ACTIVATIONS, MLP, Inputs, as_if_on, step
+from tests.recipe_chains import MIXES, Results, Run, assert_near, both, partly_frozen
 
 BF16 = torch.bfloat16
 RECIPES = {
@@ -27,51 +26,21 @@ RECIPES = {
     "stochastic_rows": ops.NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True),
 }
 NEAREST = RECIPES["nearest"]
-FAR, WORSE = 0.1, 1.05
+FAR = 0.1
 ROUNDING = 2**-7
 """Results that are rounded to BF16 once, from sums in another order and with alpha after them."""
 
 
 def fused(model: ops.Sequential, recipe: ops.Recipe) -> ops.Sequential:
-    """The same modules, as fused on Hopper; everything must fuse."""
-    again = ops.Sequential(dict(model.named_children()), on_unfused="error")
-    with as_if_on("sm_90a"):
-        (group,) = again.groups()
-        plan = group.plan(again._target("sm_90a"), None, recipe)
-        assert [step.rule and step.rule.name.endswith("_nvfp4") for step in plan.steps] == [True], explain(plan)
-    return again
+    return recipe_chains.fused(model, recipe, "_nvfp4")
 
 
-def both(
-    model: ops.Sequential, run: Callable[[ops.Sequential], dict[str, Tensor]], recipe: ops.Recipe
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(fused, unfused) results, of the same random bits."""
-    with ops.autocast(recipe=recipe):
-        torch.manual_seed(7)
-        want = run(model)
-        torch.manual_seed(7)
-        with as_if_on("sm_90a"):
-            got = run(fused(model, recipe))
-    assert got.keys() == want.keys()
-    for name in want:
-        assert got[name].shape == want[name].shape and got[name].dtype == want[name].dtype, name
-        assert got[name].isfinite().all(), name
-    return got, want
-
-
-def compare(
-    model: ops.Sequential, run: Callable[[ops.Sequential], dict[str, Tensor]], recipe=NEAREST, exact=None
-) -> None:
+def compare(model: ops.Sequential, run: Run, recipe: ops.Recipe = NEAREST, exact: Results | None = None) -> None:
     """A step of E2M1 is up to a third of a value, and one rounding to BF16 before it tips some values. So gradients are
     near the unfused ones, and as accurate.
     """
-    got, want = both(model, run, recipe)
-    for name, t in want.items():
-        error = relative_error(got[name].float(), t.float())
-        assert error <= FAR, f"{name}: {error:.4f} from the unfused one"
-    for name, truth in (exact or {}).items():
-        mine, theirs = relative_error(got[name].float(), truth), relative_error(want[name].float(), truth)
-        assert mine <= WORSE * theirs + floor(BF16), f"{name}: error {mine:.4f}, unfused {theirs:.4f}"
+    got, want = both(model, run, recipe, fused)
+    assert_near(got, want, FAR, exact)
 
 
 def compare_mlp(mlp: MLP, splits: Splits, recipe: ops.Recipe = NEAREST) -> None:
@@ -98,7 +67,7 @@ def test_a_linear_alone(splits: Splits, recipe: str) -> None:
         y.backward(dy)
         return {"y": y.detach(), "dx": own.grad, **{name: p.grad for name, p in m.named_parameters()}}
 
-    got, want = both(model, run, RECIPES[recipe])
+    got, want = both(model, run, RECIPES[recipe], fused)
     for name in want:
         torch.testing.assert_close(got[name], want[name], rtol=ROUNDING, atol=2e-4)
 
@@ -165,7 +134,7 @@ def test_weights_that_are_held_in_another_format_are_not_quantised_again(held: o
         y.backward(dy)
         return {"y": y.detach(), "dx": own.grad}
 
-    got, want = both(model, run, RECIPES["default"])
+    got, want = both(model, run, RECIPES["default"], fused)
     for name in want:
         assert relative_error(got[name].float(), want[name].float()) <= ROUNDING, name
 
@@ -190,24 +159,9 @@ def test_bits_are_drawn_where_a_gradient_arrives() -> None:
     assert_bitwise_equal(*drawn)
 
 
-@pytest.mark.parametrize("wants", list(itertools.product([False, True], repeat=4))[1:], ids=str)
+@MIXES
 def test_frozen_parts(wants: tuple[bool, bool, bool, bool]) -> None:
-    """Every mix of what is wanted of (x, fc1, fc2, probs)."""
-    mlp = MLP(hidden=160, intermediate=128, bias=True)
-    model, inputs = mlp.build(TAIL, "cpu", BF16), Inputs.random(TAIL, mlp.hidden, "cpu", BF16)
-    for op, want in ((model[0], wants[1]), (model[2], wants[2])):
-        op.requires_grad_(want)
-
-    def run(m: ops.Sequential) -> dict[str, Tensor]:
-        m.zero_grad()
-        x, probs = inputs.x.clone().requires_grad_(wants[0]), inputs.probs.clone().requires_grad_(wants[3])
-        y = m(x, *mlp.extras(TAIL.tensor(), probs))
-        y.backward(inputs.dy)
-        results = {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad}
-        results |= {name: p.grad for name, p in m.named_parameters()}
-        return {name: t for name, t in results.items() if t is not None}
-
-    compare(model, run)
+    compare(*partly_frozen(wants))
 
 
 def test_dense_mlp() -> None:
