@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,19 +28,27 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cute_kernels import launch
-from cute_kernels.facts import WITHOUT_MEMORY
+from cute_kernels.facts import WITHOUT_MEMORY, likeness
 
 
 @dataclass(frozen=True)
 class _Kept:
     """A cast, and the state of its parameters and of the world that it was made in.
 
-    storages: held weakly, so that their addresses stay taken without keeping their memory.
+    places: `_places` of the parameters. kinds: `_kinds` of them; alike: the same question, sooner answered, but it may
+    say no where they are alike. storages: held weakly, so that their addresses stay taken without keeping their memory.
     """
 
-    state: tuple[Any, ...]
+    world: tuple[Any, ...]
+    places: list[list[int]]
+    kinds: list[Any]
+    alike: Callable[..., bool] | None
     storages: tuple[StorageWeakRef, ...]
     tensors: list[Tensor]
+
+    def are_like(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these surely are of the kinds of its own."""
+        return self.alike is not None and len(parameters) == len(self.storages) and self.alike(*parameters)
 
 
 class _Optimizers:
@@ -78,16 +87,18 @@ def cast(parameters: Sequence[Tensor], form: Hashable, records: bool, make: Call
         _kept[first] = None
         return make()
     known = _kept.get(first, _NEVER)
-    if known is None or _optimizers.is_captured or not _may_keep(parameters):
+    alike = known is not None and known.are_like(parameters)
+    if known is None or _optimizers.is_captured or not _may_keep(parameters, alike):
         return make()
     stream = launch.current_stream(first.device) if first.is_cuda else 0
-    now = (form, stream, records, torch.is_inference_mode_enabled(), _optimizers.steps, *map(_place, parameters))
-    if known.state == now:
+    world = form, stream, records, torch.is_inference_mode_enabled(), _optimizers.steps
+    places = _places(parameters)
+    if known.world == world and known.places == places and (alike or known.kinds == _kinds(parameters)):
         return known.tensors
     _optimizers.watch()
     _kept.pop(first, None)  # before there is a second one
     storages = tuple(StorageWeakRef(p.untyped_storage()) for p in parameters)
-    made = _kept[first] = _Kept(now, storages, make())
+    made = _kept[first] = _Kept(world, places, _kinds(parameters), likeness(*parameters), storages, make())
     return made.tensors
 
 
@@ -122,13 +133,23 @@ class ParameterOwner(nn.Module):
         super().register_parameter(name, param)
 
 
-def _may_keep(parameters: Sequence[Tensor]) -> bool:
-    return torch.is_autocast_cache_enabled() and not any(p.is_inference() for p in parameters)
+def _may_keep(parameters: Sequence[Tensor], alike: bool) -> bool:
+    """alike: to some of which a cast is kept, so that none is of inference mode."""
+    return torch.is_autocast_cache_enabled() and (alike or not any(map(Tensor.is_inference, parameters)))
 
 
-def _place(p: Tensor) -> tuple[Any, ...]:
-    """Where a parameter lies, how, and how often it was changed in place."""
-    return p.untyped_storage()._cdata, p.data_ptr(), p.shape, p.stride(), p.dtype, p._version
+_CDATA, _VERSION, _KIND = attrgetter("_cdata"), attrgetter("_version"), attrgetter("dtype", "shape")
 
 
-_NEVER = _Kept((), (), [])
+def _places(parameters: Sequence[Tensor]) -> list[list[int]]:
+    """Where parameters lie, and how often each was changed in place: asked at every forward, so no loop in Python."""
+    storages = map(Tensor.untyped_storage, parameters)
+    return [list(map(_CDATA, storages)), list(map(Tensor.data_ptr, parameters)), list(map(_VERSION, parameters))]
+
+
+def _kinds(parameters: Sequence[Tensor]) -> list[Any]:
+    """How parameters lie there."""
+    return [*map(_KIND, parameters), *map(Tensor.stride, parameters)]
+
+
+_NEVER = _Kept((), [], [], None, (), [])
