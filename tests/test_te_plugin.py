@@ -21,7 +21,7 @@ from torch import Tensor
 import fusible_ops as ops
 from cute_kernels.target import Target
 from fusible_ops.call import Call
-from fusible_ops.integrations import te_fused
+from fusible_ops.integrations import te_fused, te_whole
 from fusible_ops.integrations import transformer_engine as plugin
 from fusible_ops.integrations.te_parts import runs_of
 from tests.bench.bench_te_plugin import plans_with_ours
@@ -220,6 +220,96 @@ def test_calls_that_are_alike_take_a_shortcut(te: Any, apart: bool) -> None:
     assert_alike(pair.train(), step(pair.ours, pair.mlp, pair.inputs))
 
 
+@contextlib.contextmanager
+def around_their_fuser() -> Iterator[None]:
+    """Within it a call that Transformer Engine's fuser records, or hands to an operation, raises."""
+    theirs = importlib.import_module("transformer_engine.pytorch.ops.fuser")._OperationFuserAutogradFunction
+    with mock.patch.object(theirs, "forward", side_effect=AssertionError("their fuser runs this call")):
+        yield
+
+
+@pytest.mark.parametrize("kind", ["bias", "no bias", "accumulates", "delays", "block scaling"])
+def test_calls_of_a_known_plan_go_around_their_fuser(te: Any, kind: str) -> None:
+    """They give the bits that they give through it, and leave it as it leaves itself."""
+    linear = {"accumulate_into_main_grad": kind == "accumulates", "delay_wgrad_compute": kind == "delays"}
+    pair = Pair(te, bias=kind == "bias", width=(128, 128), **linear)
+
+    def left() -> list[Any]:
+        (fuser,) = pair.theirs._module_groups
+        return [fuser.first_op_requiring_backward, fuser._forward_ops, fuser._backward_ops]
+
+    def train() -> tuple[dict[str, Tensor], list[Any]]:
+        pair.theirs.zero_grad()
+        for p in pair.theirs.parameters():
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+        found = pair.train()
+        for at in (2, 0):
+            pair.theirs[at].backward_dw()
+        grads = {name: t for name, p in pair.theirs.named_parameters() for t in (p.main_grad, p.grad) if t is not None}
+        return found | grads, left()
+
+    def evaluate() -> tuple[dict[str, Tensor], list[Any]]:
+        x, *extras = given = [pair.inputs.x.clone(), *pair.extras(pair.inputs.probs.clone())]
+        with torch.no_grad():
+            y = pair.theirs(x, *extras)
+        return {"y": y}, [*left(), *[t._do_not_clear for t in (y, *given)]]
+
+    with under_block_scaling() if kind == "block scaling" else contextlib.nullcontext():
+        train()
+        evaluate()
+        te_whole.put_back(te.fuser.OperationFuser)
+        wanted = [train(), evaluate()]
+        plugin.install()
+        with around_their_fuser():
+            for _ in range(3):
+                for run, (results, state) in zip((train, evaluate), wanted, strict=True):
+                    found, now = run()
+                    assert_alike(found, results)
+                    assert now == state
+
+
+def test_what_their_fuser_does_once_for_an_autocast_is_done(te: Any) -> None:
+    """The first node of a region brings the scales of delayed scaling up to date, when its backward has run."""
+    pair = Pair(te, bias=False)
+    for _ in range(2):
+        pair.train()
+    manager = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
+    for first in (True, False):
+        with (
+            around_their_fuser(),
+            mock.patch.object(manager, "is_first_fp8_module", return_value=first) as asked,
+            mock.patch.object(manager, "reduce_and_update_fp8_tensors") as updated,
+        ):
+            pair.train()
+        assert asked.call_count == 1 and updated.mock_calls == [mock.call(forward=False)] * first
+
+
+def test_a_graph_of_the_gradient_may_be_asked_for(te: Any) -> None:
+    """As where their fuser records the call: the gradient is there, and cannot itself be differentiated."""
+    pair = Pair(te, bias=False)
+    wanted = pair.train()
+    x, probs = pair.inputs.x.clone().requires_grad_(), pair.inputs.probs.clone().requires_grad_()
+    with around_their_fuser():  # the plan is made
+        y = pair.theirs(x, *pair.extras(probs))
+    (dx,) = torch.autograd.grad(y, x, pair.inputs.dy.clone().requires_grad_(), create_graph=True)
+    assert_bitwise_equal(dx.detach(), wanted["dx"])
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_a_fuser_of_another_version_stays_as_it_is() -> None:
+    class Fuser:
+        def __call__(self) -> None: ...
+
+    theirs = Fuser.__call__
+    te_whole.replace(Fuser, "2.21.0")
+    assert Fuser.__call__ is theirs
+    te_whole.replace(Fuser, "2.20.3")
+    assert Fuser.__call__ is not theirs
+    te_whole.put_back(Fuser)
+    assert Fuser.__call__ is theirs
+
+
 def test_a_shortcut_behind_another_op(te: Any) -> None:
     """Inside their node the input requires nothing, and its gradient is wanted."""
     pair = Pair(te, bias=False)
@@ -317,7 +407,8 @@ def test_split_sizes_go_where_the_input_is(te: Any) -> None:
     pair.train()
     (joint,) = pair.fused()
     sizes, elsewhere = TAIL.tensor("cpu").to(torch.uint8), torch.device("meta")
-    given = joint._with_splits_on(elsewhere, [sizes, pair.inputs.probs, sizes])
+    given = [sizes, pair.inputs.probs, sizes]
+    joint._put_splits_on(elsewhere, given)
     assert given[0] is given[2] and given[0].device == elsewhere and given[0].dtype is torch.int64
     assert given[1] is pair.inputs.probs
 
@@ -473,12 +564,13 @@ def test_explain_says_what_runs_what(te: Any) -> None:
 
 
 def test_install_twice_is_once_and_uninstall_gives_it_back(te: Any) -> None:
-    functions = te.fuser.OperationFuser.forward_backward_fusion_functions
+    fuser = te.fuser.OperationFuser
+    functions, call = fuser.forward_backward_fusion_functions, fuser.__call__
     plugin.install()
-    assert functions.count(plugin.fuse) == 1 and functions[0] is plugin.fuse
+    assert functions.count(plugin.fuse) == 1 and functions[0] is plugin.fuse and fuser.__call__ is call
     plugin.uninstall()
     plugin.uninstall()
-    assert plugin.fuse not in functions
+    assert plugin.fuse not in functions and fuser.__call__ is call.__wrapped__
 
 
 def test_a_plan_of_theirs_is_for_one_grad_mode(te: Any) -> None:

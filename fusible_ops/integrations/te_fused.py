@@ -42,11 +42,12 @@ class Joint:
         (run,), _ = runs_of(basic_ops)
         self.fuser, self.recipe = OperationFuser(run.ours, run.names), recipe
         self.counts = [len(parameters_of(op)) for op in self.fuser.basic_ops]
-        self.spans: list[slice] = []
+        self.splits_at: list[int] = []
         at = 0
-        for op in basic_ops:
-            self.spans.append(slice(at, at + op.num_extra_inputs))
-            at += op.num_extra_inputs
+        for op, theirs in zip(self.fuser.basic_ops, basic_ops, strict=True):
+            if isinstance(op, GroupedLinear):
+                self.splits_at.append(at + op.split_sizes_slot)
+            at += theirs.num_extra_inputs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return type(self)([copy.deepcopy(op, memo) for op in self.basic_ops], self.recipe)  # type: ignore[call-arg]
@@ -66,44 +67,49 @@ class Joint:
         next_op_input_quantizer: Any,
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Any]]]:
-        head = basic_op_ctxs[0]
-        call, y = None, input_
+        head, x = basic_op_ctxs[0], input_
+        call = None
+        recorded = any(ctx.requires_grad for ctx in basic_op_ctxs)
+        # Inside the fuser's node intermediate tensors require nothing; its inputs carry the mark that they are kept.
+        wants_dx = head.requires_grad and (x.requires_grad or not getattr(x, "_do_not_clear", False))
         if Joint.is_installed and not any(basic_op_kwargs):
-            call, y = self._run(basic_op_ctxs, input_, [t for own in basic_op_extra_inputs for t in own])
+            extras = [t for own in basic_op_extra_inputs for t in own]
+            call = self.begin(x, extras, wants_dx, recorded)
         head.call = call
         if call is None:
             quantizers = prev_op_grad_output_quantizer, next_op_input_quantizer
-            return self._replay(basic_op_ctxs, input_, basic_op_extra_inputs, quantizers, basic_op_kwargs)
+            return self._replay(basic_op_ctxs, x, basic_op_extra_inputs, quantizers, basic_op_kwargs)
+        y = self.forward_of(call, x, extras, needs_of(call, extras, wants_dx), recorded)
+        if recorded:
+            head.save_for_backward(*saved_of(call))
         return y, [()] * len(basic_op_ctxs)
 
-    def _run(self, ctxs: list[Any], x: Tensor, extras: list[Any]) -> tuple[Call | ShortCall | None, Tensor]:
-        """(the call, y) where our kernels take it, with what backward needs in the first context; else None."""
-        head, fuser = ctxs[0], self.fuser
-        extras = self._with_splits_on(x.device, extras)
-        recorded = any(ctx.requires_grad for ctx in ctxs)
-        # Inside the fuser's node intermediate tensors require nothing; its inputs carry the mark that they are kept.
-        wants_dx = head.requires_grad and (x.requires_grad or not getattr(x, "_do_not_clear", False))
-        # Shortcuts that record give all gradients.
-        short = fuser.short_call(x, extras, recorded) if self.recipe is None and wants_dx == recorded else None
-        call: Call | ShortCall
-        if short is not None:
-            with torch.no_grad():
-                call, y = short, short.forward(x, extras)
-        elif self._takes(x, extras):
-            autocast_dtype = autocast_dtype_on(x.device)
-            call, parameters = fuser.call_for(x, extras, autocast_dtype, self.recipe)
-            needs = (wants_dx, False, *[p.requires_grad for p in parameters], *[t.requires_grad for t in extras])
-            with torch.no_grad(), without_autocast(x.device, autocast_dtype):
-                y = call.forward(x, needs, recorded)
-            if wants_dx == recorded:
-                fuser.shorten(call, x, extras, recorded)
-        else:
-            return None, x
-        if recorded:
-            saved = call.take_saved()
-            _mark_for_offload(saved, call)
-            head.save_for_backward(*saved)
-        return call, y
+    def begin(self, x: Tensor, extras: list[Any], wants_dx: bool, recorded: bool) -> Call | ShortCall | None:
+        """The call by our kernels, of which nothing has run; None if they do not take it.
+
+        extras: the extra inputs, in which split sizes are then as kernels read them. wants_dx, recorded: whether x gets
+        a gradient, and whether anything does.
+        """
+        self._put_splits_on(x.device, extras)
+        if self.recipe is None and wants_dx == recorded:  # shortcuts that record give all gradients
+            short = self.fuser.short_call(x, extras, recorded)
+            if short is not None:
+                return short
+        if not self._takes(x, extras):
+            return None
+        return self.fuser.call_for(x, extras, autocast_dtype_on(x.device), self.recipe)[0]
+
+    def forward_of(
+        self, call: Call | ShortCall, x: Tensor, extras: Sequence[Tensor], needs: tuple[bool, ...], recorded: bool
+    ) -> Tensor:
+        """y of a call that has begun with these, where autograd records nothing. needs: from `needs_of`."""
+        if not isinstance(call, Call):
+            return call.forward(x, extras)
+        with without_autocast(x.device, call.route.autocast_dtype):
+            y = call.forward(x, needs, recorded)
+        if needs[0] == recorded:
+            self.fuser.shorten(call, x, extras, recorded)
+        return y
 
     def _takes(self, x: Any, extras: Sequence[Any]) -> bool:
         if not all(map(is_plain, (x, *extras))) or any(t.device != x.device for t in extras):
@@ -111,21 +117,16 @@ class Joint:
         steps, _ = self.fuser.steps(x.device, autocast_dtype_on(x.device), self.recipe)
         return len(steps) == 1 and steps[0].op.is_fused_op
 
-    def _with_splits_on(self, device: torch.device, extras: list[Any]) -> list[Any]:
-        """The extra inputs, of which split sizes are int32 or int64 on `device`; a tensor given twice stays one."""
+    def _put_splits_on(self, device: torch.device, extras: list[Any]) -> None:
+        """Make split sizes among the extra inputs int32 or int64 on `device`; a tensor given twice stays one."""
         made: dict[int, Tensor] = {}
-        for op, span in zip(self.fuser.basic_ops, self.spans, strict=True):
-            if isinstance(op, GroupedLinear):
-                at = span.start + op.split_sizes_slot
-                splits = extras[at]
-                if not is_plain(splits) or (splits.device == device and splits.dtype in SPLITS):
-                    continue
-                if not (splits.is_floating_point() or splits.is_complex()):
-                    dtype = splits.dtype if splits.dtype in SPLITS else torch.int64
-                    extras[at] = made.setdefault(
-                        id(splits), splits.to(device, dtype, non_blocking=device.type == "cuda")
-                    )
-        return extras
+        for at in self.splits_at:
+            splits = extras[at]
+            if not is_plain(splits) or (splits.device == device and splits.dtype in SPLITS):
+                continue
+            if not (splits.is_floating_point() or splits.is_complex()):
+                dtype = splits.dtype if splits.dtype in SPLITS else torch.int64
+                extras[at] = made.setdefault(id(splits), splits.to(device, dtype, non_blocking=device.type == "cuda"))
 
     def _replay(
         self,
@@ -166,14 +167,19 @@ class Joint:
             return self._replay_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
         saved = list(head.saved_tensors)
         call.check_backward()
-        grad = grad_output if is_plain(grad_output) else grad_output.dequantize()
-        with torch.no_grad(), without_autocast(grad.device, autocast_dtype_on(grad.device)):
-            dx, *rest = call.backward(saved, grad)
-        self._hand_over_delayed()
+        dx, *rest = self.backward_of(call, saved, grad_output)
         flat = iter(rest)
         params = [list(islice(flat, count)) for count in self.counts]
         extras = [tuple(islice(flat, op.num_extra_inputs)) for op in self.basic_ops]
         return dx, params, extras
+
+    def backward_of(self, call: Call | ShortCall, saved: list[Tensor | None], dy: Any) -> list[Tensor | None]:
+        """Gradients of x, all parameters, all extra inputs. `saved` is emptied."""
+        grad = dy if is_plain(dy) else dy.dequantize()
+        with without_autocast(grad.device, autocast_dtype_on(grad.device)):
+            grads = call.backward(saved, grad)
+        self._hand_over_delayed()
+        return grads
 
     def _replay_backward(self, ctxs: list[Any], dy: Any, output_grads: Sequence[Sequence[Any]]) -> Grads:
         ops = list(self.basic_ops)
@@ -205,18 +211,25 @@ class _Later:
         out += self.op.computed_later(self.grad)
 
 
-def _mark_for_offload(saved: Sequence[Tensor | None], call: Call | ShortCall) -> None:
-    """Activations may go to the CPU until backward, where that is asked for; weights may not."""
+def needs_of(call: Call | ShortCall, extras: Sequence[Tensor], wants_dx: bool) -> tuple[bool, ...]:
+    """What `Call.forward` is told of gradients; nothing for a shortcut's call, which knows."""
+    if not isinstance(call, Call):
+        return ()
+    return wants_dx, False, *[t.requires_grad for t in (*call.parameters, *extras)]
+
+
+def saved_of(call: Call | ShortCall) -> list[Tensor | None]:
+    """What backward needs. Activations may go to the CPU until then, where that is asked for; weights may not."""
     from transformer_engine.pytorch import cpu_offload
 
-    if not cpu_offload.is_cpu_offload_enabled():
-        return
-    weights = {p.untyped_storage().data_ptr() for p in call.parameters}
-    for t in saved:
-        if t is None:
-            continue
-        held = t.untyped_storage().data_ptr() in weights
-        (cpu_offload.mark_not_offload if held else cpu_offload.mark_activation_offload)(t)
+    saved = call.take_saved()
+    if cpu_offload.is_cpu_offload_enabled():
+        weights = {p.untyped_storage().data_ptr() for p in call.parameters}
+        for t in saved:
+            if t is not None:
+                held = t.untyped_storage().data_ptr() in weights
+                (cpu_offload.mark_not_offload if held else cpu_offload.mark_activation_offload)(t)
+    return saved
 
 
 _made: list[type] = []

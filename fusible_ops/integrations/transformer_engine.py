@@ -20,7 +20,7 @@ import torch
 
 from cute_kernels.target import Target
 from fusible_ops.fuser import OperationFuser
-from fusible_ops.integrations import te_fused
+from fusible_ops.integrations import te_fused, te_whole
 from fusible_ops.integrations.te_parts import Run, runs_of
 from fusible_ops.recipe import Float8BlockScaling, Format, Recipe
 from patterns import explain as told
@@ -34,26 +34,33 @@ def install() -> None:
     It keeps plans, so a model that has run keeps those that it has made; install before its first forward.
     ImportError, with words, if Transformer Engine is not installed or has no such fuser.
     """
-    registered = _functions()
+    fuser, version = _fuser()
+    registered = fuser.forward_backward_fusion_functions
     if fuse not in registered:
         registered.insert(0, fuse)
+    te_whole.replace(fuser, version)
     te_fused.Joint.is_installed = True
 
 
 def uninstall() -> None:
     """Give it back. Plans that hold our operations run Transformer Engine's ops from then on."""
-    registered = _functions()
-    if fuse in registered:
-        registered.remove(fuse)
+    fuser, _ = _fuser()
+    if fuse in fuser.forward_backward_fusion_functions:
+        fuser.forward_backward_fusion_functions.remove(fuse)
+    te_whole.put_back(fuser)
     te_fused.Joint.is_installed = False
 
 
-def _functions() -> list[Any]:
-    """Where Transformer Engine keeps the functions of `register_forward_backward_fusion`."""
+def _fuser() -> tuple[Any, str]:
+    """Transformer Engine's class of fusers, which keeps the functions of `register_forward_backward_fusion`, and its
+    version.
+    """
     try:
+        import transformer_engine
         from transformer_engine.pytorch.ops.fuser import OperationFuser as Theirs
 
-        return Theirs.forward_backward_fusion_functions
+        Theirs.forward_backward_fusion_functions  # noqa: B018
+        return Theirs, transformer_engine.__version__
     except (ImportError, AttributeError) as missing:
         raise ImportError(
             "fusible_ops.integrations.transformer_engine needs transformer-engine[pytorch] 2.20 or a later one whose "
