@@ -297,7 +297,7 @@ def test_a_graph_of_the_gradient_may_be_asked_for(te: Any) -> None:
         dx.sum().backward()
 
 
-def test_a_fuser_of_another_version_stays_as_it_is() -> None:
+def test_a_fuser_of_another_version_stays_as_it_is(te: Any) -> None:
     class Fuser:
         def __call__(self) -> None: ...
 
