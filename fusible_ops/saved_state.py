@@ -51,9 +51,20 @@ _InPython: Any = pickle._Pickler
 
 
 class _Writer(_InPython):
-    """In Python, so that it can write names of what is not here."""
+    """In Python, so that it can write names of what is not here. A value has the same bytes wherever it lies in memory:
+    a checkpoint of shards is loaded only into a state of its size.
+    """
 
     dispatch: dict[Any, Any] = _InPython.dispatch.copy()
+    fast = True  # what was written is not looked up by its address
+
+    def save_tensor(self, t: Tensor) -> None:
+        """As an archive, not by its storage, which is named after its address."""
+        file = io.BytesIO()
+        torch.save(t.clone(memory_format=torch.contiguous_format), file)
+        self.save(_Named("torch.storage", "_load_from_bytes"))
+        self.save((file.getvalue(),))
+        self.write(pickle.REDUCE)
 
     def save_named(self, named: _Named) -> None:
         self.write(pickle.GLOBAL + f"{named.module}\n{named.name}\n".encode())
@@ -70,6 +81,7 @@ class _Writer(_InPython):
         self.save(got.name)
         self.write(pickle.TUPLE2 + pickle.REDUCE)
 
+    dispatch[Tensor] = save_tensor
     dispatch[_Named] = save_named
     dispatch[_Made] = save_made
     dispatch[_Got] = save_got
@@ -126,7 +138,8 @@ class _Inert:
         pass
 
 
-def _storage(data: bytes) -> Any:
+def _stored(data: bytes) -> Any:
+    """A storage, or a tensor."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
@@ -138,7 +151,7 @@ _KNOWN = {
     ("builtins", "getattr"): lambda owner, name: _Inert(),
     ("collections", "OrderedDict"): OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch.storage", "_load_from_bytes"): _storage,
+    ("torch.storage", "_load_from_bytes"): _stored,
 }
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from cute_kernels.quantization.formats import E4M3, E5M2
-from fusible_ops.delayed_scaling import DelayedScales, update_all
+from fusible_ops.delayed_scaling import DelayedScales, loaded_scales, saved_scales, update_all
 from fusible_ops.groups import Groups
 from fusible_ops.quantizer import Quantizer
 from fusible_ops.recipe import DelayedScaling
@@ -102,6 +102,24 @@ def test_quantizer_uses_the_old_scale_and_notes_the_new_amax() -> None:
     one = scales_of(DelayedScaling(amax_history_len=2))
     assert Quantizer(inputs.format, one).rows(x, groups).rowwise.scale.tolist() == [1, 1]
     assert one.amax_history[0].tolist() == [60]
+
+
+def test_the_size_of_what_is_saved_is_that_of_the_scales() -> None:
+    """Not of where they lie in memory: a checkpoint of shards is loaded only into a state of its size."""
+
+    def saved(*amax: float) -> torch.Tensor:
+        recipe = DelayedScaling(amax_history_len=2, amax_compute_algo="".join(["most_", "recent"]))
+        scales = {"forward": scales_of(recipe, 2), "backward": scales_of(recipe, 2, E5M2)}
+        for each in scales.values():
+            step(each, *amax)
+        return saved_scales(scales)
+
+    first, again, other = saved(1.0, 2.0), saved(1.0, 2.0), saved(1e-30, INF)
+    assert torch.equal(first, again) and len(first) == len(other)
+    wide = torch.arange(8.0)
+    part = DelayedScales(wide[::4], wide.view(2, 4)[:, 1:3])
+    loaded = loaded_scales(saved_scales({"forward": part}), {"forward": 2}, "op")["forward"]
+    assert loaded.scale.tolist() == [0, 4] and loaded.amax_history.tolist() == [[1, 2], [5, 6]]
 
 
 def _rank(rank: int, store: str, results) -> None:
