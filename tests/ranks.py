@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +33,8 @@ def on_ranks(run: Callable[..., Any], ranks: int, device: str, folder: Path, *ar
 
 def _rank(rank: int, run: Callable[..., Any], ranks: int, device: str, folder: Path, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    # As torchrun does; transformers places a model by them.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     place = device
     if device == "cuda":
         place = f"cuda:{rank}"

@@ -97,8 +97,9 @@ def layers(device: str, rank: int) -> dict[str, Any]:
                 answered(part, batch_of(device, rank, SIZES[rank]))  # kernels are loaded
             for i, sizes in enumerate(BATCHES):
                 part.dropped.zero_()
+                batch = batch_of(device, rank, sizes[rank])
                 with fused(device), free_of_syncs(device, capacity):
-                    found[f"{name} {capacity} {i}"] = answered(part, batch_of(device, rank, sizes[rank]))
+                    found[f"{name} {capacity} {i}"] = answered(part, batch)
                 found[f"{name} {capacity} {i} dropped"] = part.dropped.item()
     return found
 
