@@ -10,8 +10,8 @@ fixed       `--capacity C`: each rank sends each other one C rows, used or not. 
             graph can hold a whole training step. Rows beyond C are dropped: their experts answer zero. How many is
             printed.
 
-In both, the counts that the experts' kernels need stay on the device. `--parts 2` sends the rows in two parts, so that
-one travels beside the products of the other; `--sm-margin` leaves SMs to NCCL for that.
+In both, the counts that the experts' kernels need stay on the device. `--parts 2` sends the tokens in two parts, so
+that one travels beside the products of the other; `--sm-margin` leaves SMs to NCCL for that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from moe_lm import BYTES, Experts, ModelConfig, MoELanguageModel
-from row_order import Move, by_expert, inverse
+from row_order import Order, by_expert, sorted_by, with_room
 from torch import Tensor
 from training import DTYPES, ON_CPU, ON_CUDA, RECIPES, Optimizer, TrainConfig, learning_rate
 
@@ -96,35 +96,27 @@ def all_to_all(t: Tensor, sent: list[int] | None, arriving: list[int] | None) ->
 class Route:
     """How one batch of rows travels to the experts' ranks.
 
-    counts [S, L or L + 1]: rows that arrive from each rank for each expert here, then those that are none's; rows: all
-    that arrive. sent, arriving: as in `Way`. slots: where a row lies among those that are sent, and the inverse, if
-    not where it was.
+    order: in which this rank's rows leave. counts [S, L or L + 1]: rows that arrive from each rank for each expert
+    here, then those that are none's; rows: all that arrive. sent, arriving: as in `Way`.
     """
 
+    order: Order
     counts: Tensor
     rows: int
     sent: list[int] | None = None
     arriving: list[int] | None = None
-    slots: tuple[Tensor, Tensor] | None = None
 
     def there(self, t: Tensor) -> Callable[[], Tensor]:
-        """t [R, ...] goes to the experts' ranks; -> [rows, ...] there, in the order in which they arrive."""
-        if self.slots is not None:
-            slot, taken = self.slots
-            t = Move.apply(t, taken, slot)
+        """Rows go to the experts' ranks; -> [rows, ...] there, in the order in which they arrive."""
         return all_to_all(t, self.sent, self.arriving)
 
     def back(self, t: Tensor) -> Callable[[], Tensor]:
-        """The inverse; zero for rows that were dropped."""
-        arrived = all_to_all(t, self.arriving, self.sent)
-        if self.slots is None:
-            return arrived
-        slot, taken = self.slots
-        return lambda: Move.apply(arrived(), slot, taken)
+        """The inverse."""
+        return all_to_all(t, self.arriving, self.sent)
 
 
 class Sent(NamedTuple):
-    """Rows on their way to `experts` experts on each rank, with their weights [R, 1]."""
+    """Rows on their way to `experts` experts on each rank, with their weights [rows, 1]."""
 
     route: Route
     experts: int
@@ -132,25 +124,22 @@ class Sent(NamedTuple):
     weights: Callable[[], Tensor]
 
 
-def dynamic_route(counts: Tensor) -> Route:
-    """All rows, no others. counts [S, L]: rows of this rank for each expert."""
+def dynamic_routes(orders: Sequence[Order], counts: Tensor) -> list[Route]:
+    """Of n batches: all rows, no others. counts [S, n, L]: rows of this rank for each expert."""
     arriving = exchanged(counts)
-    sent, got = torch.stack([counts.sum(dim=1), arriving.sum(dim=1)]).tolist()  # the one wait
-    return Route(arriving, sum(got), sent, got)
+    sent, got = torch.stack([counts.sum(dim=2), arriving.sum(dim=2)]).transpose(1, 2).tolist()  # the one wait
+    return [Route(o, arriving[:, i], sum(got[i]), sent[i], got[i]) for i, o in enumerate(orders)]
 
 
-def fixed_route(counts: Tensor, rows: int, capacity: int) -> Route:
-    """`capacity` rows from each rank to each. rows: how many this rank has."""
-    ranks, here = len(counts), torch.arange(rows, device=counts.device)
-    ends = counts.sum(dim=1).cumsum(0)
-    rank = torch.searchsorted(ends, here, right=True)
-    place = here - F.pad(ends, (1, 0))[rank]
-    slot = torch.where(place < capacity, rank * capacity + place, ranks * capacity)
-    kept = F.pad(counts.cumsum(dim=1).clamp(max=capacity), (1, 0)).diff(dim=1)
+def fixed_routes(orders: Sequence[Order], counts: Tensor, capacity: int) -> list[Route]:
+    """Of each batch `capacity` rows from each rank to each. Arguments as `dynamic_routes`."""
+    kept = F.pad(counts.cumsum(dim=2).clamp(max=capacity), (1, 0)).diff(dim=2)
     arriving = exchanged(kept)
-    unused = capacity - arriving.sum(dim=1, keepdim=True)
-    size = ranks * capacity
-    return Route(torch.cat([arriving, unused], dim=1), size, slots=(slot, inverse(slot, size)))
+    arriving = torch.cat([arriving, capacity - arriving.sum(dim=2, keepdim=True)], dim=2)
+    return [
+        Route(with_room(o, counts[:, i], capacity), arriving[:, i], len(counts) * capacity)
+        for i, o in enumerate(orders)
+    ]
 
 
 def exchanged(counts: Tensor) -> Tensor:
@@ -164,7 +153,8 @@ class ParallelExperts(Experts):
     """`Experts` of which this rank holds one of `dist.get_world_size()` equal parts, in order.
 
     capacity: rows from each rank to each other one, or None for as many as there are. Of all R rows of a rank R is the
-    most that can go to one other. parts: the rows travel in so many parts, one beside the products of another.
+    most that can go to one other. parts: the tokens are dealt out to so many parts, each with its share of the
+    capacity; the rows of one travel beside the products of another.
     dropped: rows of this rank that were beyond the capacity, of all calls, on the device.
     ValueError unless ranks divide experts, and capacity and parts are at least 1.
     """
@@ -179,35 +169,44 @@ class ParallelExperts(Experts):
         super().__init__(config, device, config.experts // self.ranks)
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
 
-    def answers(self, rows: Tensor, split_sizes: Tensor, weight_of_row: Tensor) -> Tensor:
-        if self.parts == 1:
-            return self.reply(self.send(rows, split_sizes, weight_of_row))()
-        n, ends = self.parts, split_sizes.cumsum(0)
-        bounds = [(F.pad(ends, (1, 0)) + n - 1 - i) // n for i in range(n)]  # every n-th row is still sorted
-        sent = [self.send(rows[i::n], bounds[i].diff(), weight_of_row[i::n]) for i in range(n)]
+    def mixed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [t.tensor_split(self.parts) for t in (x.to(self.dtype), weights, chosen)]
+        sizes = [self.sizes(own) for own in parts[2]]
+        routes = self.routes([sorted_by(own) for own in parts[2]], sizes)
+        sent = [self.send(route, *own) for route, *own in zip(routes, *parts[:2], strict=True)]
         replies = [self.reply(part) for part in sent]  # the second part arrives while the first is answered, and so on
-        y = torch.cat([arrived() for arrived in replies])
-        first = torch.arange(len(rows), device=rows.device)
-        order = torch.cat([first[i::n] for i in range(n)])
-        return Move.apply(y, inverse(order, len(rows)), order)
+        y = [route.order.collected(arrived(), x.dtype) for route, arrived in zip(routes, replies, strict=True)]
+        return torch.cat(y), torch.stack(sizes).sum(dim=0)
 
-    def send(self, rows: Tensor, split_sizes: Tensor, weight_of_row: Tensor) -> Sent:
-        """The rows leave for the experts' ranks. Arguments as `answers`."""
-        counts = split_sizes.view(self.ranks, -1)
-        capacity = None if self.capacity is None else -(-self.capacity // self.parts)
-        route = dynamic_route(counts) if capacity is None else fixed_route(counts, len(rows), capacity)
-        if route.slots is not None:
-            self.dropped += (route.slots[0] == route.rows).sum()
-        return Sent(route, counts.shape[1], route.there(rows), route.there(weight_of_row[:, None]))
+    def answers(self, rows: Tensor, split_sizes: Tensor, weight_of_row: Tensor) -> Tensor:
+        here = torch.arange(len(rows), device=rows.device)
+        (route,) = self.routes([Order(here, here, 1)], [split_sizes])
+        arrived = self.reply(self.send(route, rows, weight_of_row[:, None]))
+        return route.order.collected(arrived(), rows.dtype)
+
+    def routes(self, orders: Sequence[Order], sizes: Sequence[Tensor]) -> list[Route]:
+        """Of each part. sizes: rows of this rank for each expert."""
+        counts = torch.stack([own.view(self.ranks, -1) for own in sizes], dim=1)
+        if self.capacity is None:
+            return dynamic_routes(orders, counts)
+        routes = fixed_routes(orders, counts, -(-self.capacity // len(orders)))
+        self.dropped += sum((route.order.place == route.rows).sum() for route in routes)
+        return routes
+
+    def send(self, route: Route, x: Tensor, weights: Tensor) -> Sent:
+        """Each token leaves for the ranks of its experts. x [T, H], weights [T, k]."""
+        experts = self.experts // self.ranks
+        weights = route.order.each().spread(weights.reshape(-1, 1))
+        return Sent(route, experts, route.there(route.order.spread(x)), route.there(weights))
 
     def reply(self, sent: Sent) -> Callable[[], Tensor]:
         """What the experts here answer to all ranks leaves for them."""
         route = sent.route
-        place = by_expert(route.counts, route.rows)
-        order = inverse(place, route.rows)
-        rows, weights = Move.apply(sent.rows(), order, place), Move.apply(sent.weights(), order, place)
+        order = by_expert(route.counts, route.rows)
         split_sizes = route.counts[:, : sent.experts].sum(dim=0)
-        return route.back(Move.apply(super().answers(rows, split_sizes, weights.squeeze(1)), place, order))
+        rows, weights = order.spread(sent.rows()), order.spread(sent.weights())
+        y = super().answers(rows, split_sizes, weights.squeeze(1))
+        return route.back(order.collected(y, y.dtype))
 
     def load(self, split_sizes: Tensor) -> Tensor:
         """Of the batches of all ranks."""
@@ -320,7 +319,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=20)
     add("--batch", type=int, default=2, help="sequences of each rank")
     add("--capacity", type=float, help="rows from each rank to each other one, in shares of an even spread; 2, say")
-    add("--parts", type=int, default=1, help="rows travel in so many parts, one beside the products of another")
+    add("--parts", type=int, default=1, help="tokens travel in so many parts, one beside the products of another")
     add("--scheduler", choices=("static", "dynamic"), help="how the experts' kernels share the GPU")
     add("--sm-margin", type=int, default=0, help="SMs that they leave to NCCL")
     add("--seed", type=int, default=0)

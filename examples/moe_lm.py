@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from row_order import sorted_by
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -63,23 +64,24 @@ class Experts(nn.Module):
         probabilities = F.softmax(self.router(x), dim=-1)
         weights, chosen = probabilities.topk(self.top_k, dim=-1)
         weights = weights / weights.sum(dim=-1, keepdim=True)
-
-        expert_of_row = chosen.flatten()  # row r belongs to token r // k
-        order = expert_of_row.argsort(stable=True)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(order.numel(), device=order.device)
-        split_sizes = torch.zeros(self.experts, dtype=torch.int64, device=x.device)
-        split_sizes.scatter_add_(0, expert_of_row, torch.ones_like(expert_of_row))
-
-        rows = Spread.apply(x.to(self.dtype), order, place, self.top_k)
-        weight_of_row = Spread.apply(weights.view(-1, 1), order, place, 1).squeeze(1)
-        y = self.answers(rows, split_sizes, weight_of_row)
-        y = Spread.apply(y, place, order, 1).view(*chosen.shape, -1).to(x.dtype).sum(dim=1)
+        y, split_sizes = self.mixed(x, chosen, weights)
 
         load = self.load(split_sizes)
         share = load / load.sum()
         balance = self.experts * (share * probabilities.mean(dim=0)).sum()
         return y, balance, load
+
+    def mixed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, H], its experts and their weights [T, k] -> (y [T, H], rows of each expert [G])."""
+        order, split_sizes = sorted_by(chosen), self.sizes(chosen)
+        rows = order.spread(x.to(self.dtype))
+        y = self.answers(rows, split_sizes, order.each().spread(weights.view(-1, 1)).squeeze(1))
+        return order.collected(y, x.dtype), split_sizes
+
+    def sizes(self, chosen: Tensor) -> Tensor:
+        """Rows of each expert."""
+        sizes = torch.zeros(self.experts, dtype=torch.int64, device=chosen.device)
+        return sizes.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
 
     def answers(self, rows: Tensor, split_sizes: Tensor, weight_of_row: Tensor) -> Tensor:
         """What the experts make of their rows [R, H], sorted by expert, each times its weight."""
@@ -92,24 +94,6 @@ class Experts(nn.Module):
 
 
 MakeExperts = Callable[[ModelConfig, torch.device], Experts]
-
-
-class Spread(torch.autograd.Function):
-    """rows[i] = x[order[i] // k]: each row of x, k times, in the order given; `place` is the inverse of `order`.
-
-    Backward adds the k gradients of a row in a fixed order, so it gives the same bits run after run.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.k = k
-        return x[order // k]
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (place,) = ctx.saved_tensors
-        return grad[place].view(-1, ctx.k, grad.shape[-1]).sum(dim=1), None, None, None
 
 
 class Attention(nn.Module):

@@ -24,14 +24,14 @@ SENTINEL = 777.0
 class Training:
     """A training step of this rank's experts with a fixed capacity, that a graph can hold."""
 
-    def __init__(self, rank: int, recipe: ops.Recipe | None) -> None:
+    def __init__(self, rank: int, recipe: ops.Recipe | None, parts: int) -> None:
         moe_lm, parallel = example("moe_lm"), example("expert_parallel")
         config = moe_lm.ModelConfig(
             width=128, heads=2, layers=1, experts=8, top_k=2, expert_width=64, context=64,
             expert_dtype=torch.bfloat16, recipe=recipe,
         )  # fmt: skip
         torch.manual_seed(0)
-        self.layer = parallel.ParallelExperts(config, torch.device("cuda", rank), capacity=640)
+        self.layer = parallel.ParallelExperts(config, torch.device("cuda", rank), 640 * parts, parts)
         self.layer.mlp.on_unfused = "error"
         self.x, self.target = (torch.randn(512, 128, device="cuda") for _ in range(2))
         self.optimizer = torch.optim.AdamW(self.layer.parameters(), lr=1e-2, capturable=True)
@@ -53,8 +53,9 @@ class Training:
 def graphed(device: str, rank: int) -> dict[str, list]:
     """Results of replays and of the same steps run eagerly."""
     found = {}
-    for name, recipe in {"bf16": None, "fp8": ops.Float8BlockScaling()}.items():
-        eager, replayed = Training(rank, recipe), Training(rank, recipe)
+    block = ops.Float8BlockScaling()
+    for name, (recipe, parts) in {"bf16": (None, 1), "fp8": (block, 1), "bf16 in halves": (None, 2)}.items():
+        eager, replayed = Training(rank, recipe, parts), Training(rank, recipe, parts)
         for _ in range(2):
             eager.step()
         graph, results = captured(replayed.step)
@@ -73,7 +74,7 @@ def graphed(device: str, rank: int) -> dict[str, list]:
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_a_training_step_is_one_graph(tmp_path: Path) -> None:
-    """Collectives in it; each replay has other tokens that go elsewhere; all bits are eager's."""
+    """Collectives in it, also beside products; each replay has other tokens that go elsewhere; all bits are eager's."""
     for found in on_ranks(graphed, 2, "cuda", tmp_path):
         for name, pairs in found.items():
             for step, (got, want) in enumerate(pairs):
