@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import te_wheel
-from tests.compare import assert_as_accurate
+from tests.compare import assert_as_accurate, assert_bitwise_equal, relative_error
 
 GLU_VARIABLE = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
 """Megatron asks for it where experts are gated, on every architecture."""
@@ -194,12 +194,18 @@ def assert_agrees(kind: str, device: str) -> None:
     for other in (plain, exact):
         copy_experts(layer, other)
     x, dy = (torch.randn(24, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(2))
+    chosen: list[Tensor] = []
+    for each in (layer, plain, exact):
+        each.router.register_forward_hook(lambda module, inputs, outputs: chosen.append(outputs[1].clone()))
     found = results(layer, x, dy)
     assert fused_names(layer) == ["FusibleOpsRun"]
     theirs, reference = results(plain, x, dy), results(exact, x.float(), dy.float())
     assert found.keys() == theirs.keys() == reference.keys()
+    for other in chosen[1:]:
+        assert_bitwise_equal(other, chosen[0], f"{kind}: where tokens go, without which there is nothing to compare")
+    errors = {n: tuple(f"{relative_error(t[n], reference[n]):.1e}" for t in (found, theirs)) for n in found}
     for name, t in found.items():
-        assert_as_accurate(t, theirs[name], reference[name].float(), name)
+        assert_as_accurate(t, theirs[name], reference[name].float(), f"{kind}: of ours and theirs {errors}; {name}")
 
 
 def fused_names(layer: nn.Module) -> list[str]:
