@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -207,6 +208,55 @@ def test_a_model_on_two_ranks_has_the_loss_and_gradients_of_one_process(ranks: A
         for pairs in found["model"].values():
             for got, want in pairs:
                 torch.testing.assert_close(got, want)
+
+
+class Noted(torch.autograd.Function):
+    """The identity; calls `note` forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, note: Callable[[], None]) -> Tensor:
+        ctx.note = note
+        note()
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.note()
+        return grad, None
+
+
+@pytest.mark.parametrize(("parts", "travelling"), [(1, [0, 0]), (2, [2, 1, 1, 2])])
+def test_a_part_travels_beside_the_products_of_another(
+    monkeypatch: pytest.MonkeyPatch, parts: int, travelling: list[int]
+) -> None:
+    """How many exchanges are under way at each part's products, forward and backward: rows and weights of the next
+    part, answers of the last; then their gradients.
+    """
+    parallel, moe_lm = example("expert_parallel"), example("moe_lm")
+    under_way, found = [], []
+
+    class Work:
+        def __init__(self) -> None:
+            under_way.append(self)
+
+        def wait(self) -> None:
+            under_way.remove(self)
+
+    def exchange(result: Tensor, t: Tensor, *sizes: Any, async_op: bool = False) -> Work | None:
+        result.copy_(t)
+        return Work() if async_op else None
+
+    answers = moe_lm.Experts.answers
+    monkeypatch.setattr(
+        moe_lm.Experts, "answers", lambda *args: Noted.apply(answers(*args), lambda: found.append(len(under_way)))
+    )
+    monkeypatch.setattr(dist, "all_to_all_single", exchange)
+    monkeypatch.setattr(dist, "all_reduce", lambda t: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    layer = parallel.ParallelExperts(config_of(), torch.device("cpu"), capacity=64, parts=parts)
+    x = torch.randn(32, WIDTH, requires_grad=True)
+    layer(x)[0].sum().backward()
+    assert found == travelling and not under_way and x.grad is not None
 
 
 def test_it_runs_under_torchrun() -> None:

@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw the JSON into this file")
     parser.add_argument("--shapes", default="gptoss,dsv3,qwen3", help="comma-separated, of: " + ", ".join(SHAPES))
     parser.add_argument("--dtypes", default=",".join(RECIPES), help="comma-separated, of: " + ", ".join(RECIPES))
-    parser.add_argument("--slack", type=float, default=1.5, help="rows from each rank to each, in even shares")
+    parser.add_argument("--slack", type=float, default=1.25, help="rows from each rank to each, in even shares")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     args = parser.parse_args()
