@@ -9,8 +9,8 @@ of a rank at once, so experts wait for what arrives. "in halves": the rows of on
 other, on SMs that those hold or leave free: static and dynamic scheduling, each with margins.
 "alone": the experts' own products, on as many rows, and the travel of all rows there and back, forward and backward.
 Forward and backward, as after an update of the weights; milliseconds on the slowest rank; medians of 7, in turn. On
-GPUs each is a CUDA graph, so that the host's launches are not what is measured; with --eager it is not. A graph keeps no
-quantised weights from one forward to the next: in halves FP8 quantises them twice.
+GPUs each is a CUDA graph, so that the host's launches are not what is measured; with --eager it is not. A graph keeps
+no quantised weights from one forward to the next: in halves FP8 quantises them twice.
 """
 
 from __future__ import annotations
