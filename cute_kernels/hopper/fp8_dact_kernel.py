@@ -8,14 +8,27 @@ warpgroup, which makes it, quantises it, and never waits for another. A CTA has 
 fills it: one multiplies while the other quantises. Rows at or past a group's end are computed from whatever follows and
 not stored.
 
-128 contracted elements are multiplied by themselves, then scaled, both scales at once, and added in FP32. Two sums of
-64 rows x 64 columns take turns: one is multiplied while the other is added.
+128 contracted elements are multiplied by themselves, then scaled, both scales at once, and added in FP32: 64 rows x 128
+columns at a time, for which instructions read less shared memory than for half the columns. Nothing of a warpgroup's
+own overlaps with that; the other one's products do.
 
 Rows of W are loaded so that what a thread holds of a row are eight neighbours in every 32 columns: of 32 rows, row
-8 q + 2 h + e goes to place 8 h + 2 q + e. The last two stages of a tile are released late: values are put aside there.
+8 q + 2 h + e goes to place 8 h + 2 q + e.
+
+The saved pre-activation follows the operands through the ring: a stage holds 64 rows of both halves (or all rows where
+there is but one), in boxes of 64 bytes a row; of E4M3 the second half of each is not used, so that all stages have the
+same bytes. Values are put aside there, so those stages are released after the epilogue. Read from global memory row by
+row instead, each row waited some 3000 cycles (milliseconds on one H200, 2026-11-30, variants in turn; A dsv3_ep32, B
+gptoss_ep4, C qwen3_30b of docs/performance.md):
+                                                            A      B      C
+    this kernel                                             0.997  0.756  0.329
+    products of 64 x 64 in turn, one added meanwhile        1.010  0.755  0.332
+    the pre-activation from global memory, 64 x 64          1.032  0.809  0.370
+    the same, 64 x 128 (another run)                        1.020  0.818  0.370
 
 Roles, one CTA per SM, 384 threads, each role walking the same schedule:
-    warps 0, 1  load dy, its scales and W by TMA, each for its warpgroup, and have L2 fetch the saved pre-activation
+    warps 0, 1  load dy, its scales and W, then the pre-activation by TMA, each for its warpgroup; L2 fetches the latter
+                when a tile begins
     warp 3      zeroes the tail of dprobs' parts
     warps 4-7, 8-11   two consumer warpgroups: products, then the epilogue
 """
@@ -27,7 +40,7 @@ import cutlass.cute as cute
 import cutlass.memory as cutlass_memory
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
@@ -46,6 +59,7 @@ from cute_kernels.hopper.fp8_products import (
     BlockSums,
     fake_gradient,
     products,
+    release,
     scale_rows,
     sixteens,
 )
@@ -57,10 +71,8 @@ BOXES = 2
 """W boxes of 64 rows in a stage."""
 STAGE_BYTES = BLOCK * BLOCK
 """Of one operand in a stage."""
-HELD = 2
-"""Stages that are released after the epilogue."""
-STEPS = tuple((block, start) for block in range(2) for start in (0, HALF_BLOCK))
-"""(block of 64 rows, first column) of each product of a stage, 64 columns wide."""
+ROW_BLOCKS = BLOCK // HALF_BLOCK
+"""Products of a stage: 64 rows each."""
 
 
 class Walk(NamedTuple):
@@ -78,21 +90,24 @@ class Walk(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Shared memory of both rings' operands (dy, its scales, W as WGMMA reads it, W as boxes); stages of a tile."""
+    """Shared memory of both rings' operands (dy, its scales, W as WGMMA reads it, W as boxes; in dy's and in W's place
+    boxes of the pre-activation); stages of a tile's operands.
+    """
 
     x: Any
     scales: Any
     w: Any
     w_boxes: Any
+    inputs: tuple
     tiles: Any
 
 
 class Fragments(NamedTuple):
-    """What a warpgroup multiplies and where it adds: operands, two sums in turn, the tile's sums."""
+    """What a warpgroup multiplies and where it adds: operands, the sums of a product, the tile's sums."""
 
     x: Any
     w: Any
-    parts: tuple
+    part: Any
     sums: Any
 
 
@@ -125,6 +140,8 @@ class Fp8GroupedDact:
         differentiate = DifferentiateKept if options.quantized_preact else Differentiate
         self.epilogue = differentiate(options.activation, options.power_of_two, options.has_dbias)
         self.alone = options.alone
+        self.preact = Float8E4M3FN if options.quantized_preact else BFloat16
+        self.box_columns = eights.BOX_ROW_BYTES * 8 // self.preact.width
 
     @cute.jit
     def __call__(
@@ -153,6 +170,10 @@ class Fp8GroupedDact:
         )
         atom_s, tma_s = cpasync.make_tiled_tma_atom(load, along_rows, one[2], (SCALE_ROWS, 1))
 
+        box_p = cute.make_layout((HALF_BLOCK, self.box_columns), stride=(self.box_columns, 1))
+        view = rows_view(args.preact, self.epilogue.halves)
+        atom_p, tma_p = cpasync.make_tiled_tma_atom(load, view, box_p, (HALF_BLOCK, self.box_columns))
+
         @cute.struct
         class Storage:
             rings: cute.struct.MemRange[Int64, stages * 2]
@@ -162,7 +183,8 @@ class Fp8GroupedDact:
             w: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(layout_w)], 1024]
 
         self.Storage = Storage
-        sources, layouts = (atom_x, tma_x, atom_s, tma_s, atom_w, tma_w), (layout_x, layout_w, layout_box, layout_s)
+        sources = atom_x, tma_x, atom_s, tma_s, atom_w, tma_w, atom_p, tma_p
+        layouts = layout_x, layout_w, layout_box, layout_s
         self.kernel(*sources, w.shape[1], w_scale, offsets, epilogue_args, *layouts).launch(
             grid=[grid, 1, 1], block=[128 * (1 + CONSUMERS), 1, 1], min_blocks_per_mp=1, stream=stream
         )
@@ -178,6 +200,8 @@ class Fp8GroupedDact:
         tma_s: cute.Tensor,
         atom_w: cute.CopyAtom,
         tma_w: cute.Tensor,
+        atom_p: cute.CopyAtom,
+        tma_p: cute.Tensor,
         width: Int32,
         w_scale: cute.Tensor,
         offsets: cute.Tensor,
@@ -194,7 +218,7 @@ class Fp8GroupedDact:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         if warp == 0:
-            for atom in (atom_x, atom_s, atom_w):
+            for atom in (atom_x, atom_s, atom_w, atom_p):
                 cpasync.prefetch_descriptor(atom)
         memory = cutlass_memory.SmemAllocator().allocate(self.Storage)
         pipe = pipeline.PipelineTmaAsync.create(
@@ -210,14 +234,17 @@ class Fp8GroupedDact:
             memory.scales.get_tensor(layout_s),
             memory.w.get_tensor(layout_w.outer, swizzle=layout_w.inner),
             memory.w.get_tensor(layout_box.outer, swizzle=layout_box.inner),
-            cutlass.max((cute.size(tma_x, mode=[1]) + BLOCK - 1) // BLOCK, HELD),
+            tuple(self.boxes_in(area) for area in (memory.x, memory.w)),
+            # Of a loop that may not run the compiler keeps no state in uniform registers.
+            cutlass.max((cute.size(tma_x, mode=[1]) + BLOCK - 1) // BLOCK, 1),
         )
         groups = offsets.shape[0] - 1
         if group_of_warps == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp < CONSUMERS:
                 walk = Walk(offsets, groups, width, cta + warp * ctas, ctas * CONSUMERS)
-                sources = [epilogue.Source(*s) for s in ((atom_x, tma_x), (atom_s, tma_s), (atom_w, tma_w))]
+                pairs = (atom_x, tma_x), (atom_s, tma_s), (atom_w, tma_w), (atom_p, tma_p)
+                sources = [epilogue.Source(*pair) for pair in pairs]
                 self.produce(pipe, ring, sources, args.preact, width, walk, warp * self.stages)
             if warp == 3:
                 for sums in self.epilogue.zeroed(args):
@@ -232,6 +259,12 @@ class Fp8GroupedDact:
                 thread % 128,
             )
             self.consume(pipe, ring, room, args, w_scale, cute.size(tma_x, mode=[1]), walk, consumer * self.stages)
+
+    def boxes_in(self, area):
+        """An operand's stages, as boxes of the pre-activation."""
+        shape = HALF_BLOCK, self.box_columns, eights.BOXES // 2 * self.stages * CONSUMERS
+        layout = cute.make_layout(shape, stride=(self.box_columns, 1, HALF_BLOCK * self.box_columns))
+        return cute.make_tensor(cute.recast_ptr(area.data_ptr(), dtype=self.preact), layout)
 
     def seek(self, walk: Walk, index, group, first):
         """(group, first) of tile `index`; see `schedule`."""
@@ -248,7 +281,7 @@ class Fp8GroupedDact:
     @cute.jit
     def produce(self, pipe, ring: Ring, sources: list, preact: cute.Tensor, width, walk: Walk, base):
         """Warps 0 and 1: fill the ring, tile after tile."""
-        x, scales, w = sources
+        x, scales, w, p = sources
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         index, group, first = Int32(walk.first), Int32(0), Int32(0)
         group, first = self.seek(walk, index, group, first)
@@ -274,8 +307,27 @@ class Fp8GroupedDact:
                     )
                 cute.copy(scales.atom, from_s[None, k], to_s[None, here.index], tma_bar_ptr=full)
                 state.advance()
+            for number in range_constexpr(self.epilogue.halves):
+                here = self.based(state, base)
+                pipe.producer_acquire(here)
+                full = pipe.producer_get_barrier(here)
+                self.load_inputs(p, ring, tile, number, here.index, full)
+                # scales again: every stage has the same bytes
+                cute.copy(scales.atom, from_s[None, 0], to_s[None, here.index], tma_bar_ptr=full)
+                state.advance()
             index += walk.step
             group, first = self.seek(walk, index, group, first)
+
+    def load_inputs(self, p: epilogue.Source, ring: Ring, tile, number: int, stage, full):
+        """The boxes of the pre-activation of a tile's stage `number` of them."""
+        for box in range(eights.BOXES):
+            rows, half, span = eights.place_of_box(number, box, self.epilogue.halves)
+            corner = cute.domain_offset((tile.row, tile.column_tile * BLOCK + span * eights.SPAN, 0), p.tensor)
+            tiles = cute.local_tile(corner, (HALF_BLOCK, self.box_columns), (None, 0, None))
+            operand, inside = divmod(box, eights.BOXES // 2)
+            to, origin = partition(p.atom, ring.inputs[operand], tiles)
+            there = to[None, eights.BOXES // 2 * stage + inside]
+            cute.copy(p.atom, origin[None, rows, half], there, tma_bar_ptr=full)
 
     def prefetch(self, preact: cute.Tensor, tile, width):
         """L2 fetches the tile's pre-activation, a row of a half a lane at a time."""
@@ -289,14 +341,13 @@ class Fp8GroupedDact:
     @cute.jit
     def consume(self, pipe, ring: Ring, room, args, w_scale, contracted, walk: Walk, base):
         """A consumer warpgroup: every other tile of the CTA, its products, then what becomes of them."""
-        mma = products(HALF_BLOCK)
+        mma = products(BLOCK)
         slice_of = mma.get_slice(0)
-        sums = cute.make_rmem_tensor((len(STEPS) * HALF_BLOCK // 2,), Float32)
-        shape = slice_of.partition_shape_C((64, HALF_BLOCK))
+        sums = cute.make_rmem_tensor((BLOCK,), Float32)
         fragments = Fragments(
             mma.make_fragment_A(slice_of.partition_A(ring.x)),
             mma.make_fragment_B(slice_of.partition_B(ring.w)),
-            tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(2)),
+            cute.make_rmem_tensor(slice_of.partition_shape_C((HALF_BLOCK, BLOCK)), Float32),
             sums,
         )
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -313,32 +364,36 @@ class Fp8GroupedDact:
             scale_row = room.row(0) + tile.row % 4
             state = self.multiply(pipe, ring, state, fragments, scales, contracted, scale_row, base)
             tile = Tile(*eights.record(room, 0))
-            aside = [
-                (ring.x.iterator.toint() + stage.index * STAGE_BYTES, operand * self.stages * CONSUMERS * STAGE_BYTES)
-                for stage in self.held(state, base)
-                for operand in range(2)
-            ]
-            self.epilogue.finish(args, sums, tile, room._replace(aside=aside))
+            stages, state = self.following(state, base)
+            self.epilogue.finish(args, sums, tile, room._replace(inputs=self.inputs_in(pipe, ring, stages)))
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
-            for stage in self.held(state, base):
-                pipe.consumer_release(stage)
+            for stage in stages:
+                release(pipe, stage)
             index, group, first, _ = eights.record(room, 1)
             index += walk.step
             group, first = self.seek(walk, index, group, first)
 
-    def held(self, state, base):
-        """The states of the stages that come before `state` and have not been released, in order."""
-        found: list = []
-        for _ in range(HELD):
+    def following(self, state, base):
+        """(the next states, of stages that hold a tile's pre-activation; the one after them)."""
+        found = []
+        for _ in range(self.epilogue.halves):
+            found.append(self.based(state, base))
             state = state.clone()
-            state.reverse()
-            found.insert(0, self.based(state, base))
-        return found
+            state.advance()
+        return found, state
+
+    def inputs_in(self, pipe, ring: Ring, stages: list):
+        """What the epilogue has to know of them."""
+        first, distance = ring.x.iterator.toint(), self.stages * CONSUMERS * STAGE_BYTES
+        return [
+            eights.Inputs(first + stage.index * STAGE_BYTES, distance, lambda stage=stage: pipe.consumer_wait(stage))
+            for stage in stages
+        ]
 
     @cute.jit
     def multiply(self, pipe, ring: Ring, state, fragments: Fragments, scales, contracted, scale_row, base):
-        """fragments.sums = the products of a tile; its last stages are not released."""
+        """fragments.sums = the products of a tile."""
         fragments.sums.fill(0.0)
         last_block = (Int32(epilogue.here(contracted)) + BLOCK - 1) // BLOCK - 1
         for k in cutlass.range(ring.tiles, unroll=1):
@@ -346,29 +401,25 @@ class Fp8GroupedDact:
             here = self.based(state, base)
             pipe.consumer_wait(here)
             rows = [ring.scales[scale_row + eights.row_step(index), 0, here.index] for index in range(eights.ROWS)]
-            self.issue(fragments, 0, here.index)
-            for number, (block, start) in enumerate(STEPS):
-                if const_expr(number + 1 < len(STEPS)):
-                    self.issue(fragments, number + 1, here.index)
-                    warpgroup.wait_group(1)
-                else:
-                    warpgroup.wait_group(0)
-                    if k + HELD < ring.tiles:
-                        pipe.consumer_release(here)
+            for block, two in enumerate((rows[:2], rows[2:])):
+                self.issue(fragments, block, here.index)
+                warpgroup.wait_group(0)
+                if const_expr(block + 1 == ROW_BLOCKS):
+                    release(pipe, here)
                     state.advance()
-                add = [scale * factor for scale in rows[2 * block : 2 * block + 2]]
-                part = fragments.parts[number % 2]
-                for i in range_constexpr(HALF_BLOCK // 2):
-                    at = block * HALF_BLOCK + start // 2 + i
-                    fragments.sums[at] = fragments.sums[at] + part[i] * add[i // 2 % 2]
+                self.promote(fragments, block, [scale * factor for scale in two])
         return state
 
-    def issue(self, fragments: Fragments, number: int, stage):
-        """One product in flight, into the sums whose turn it is."""
-        block, start = STEPS[number]
-        atom = cute.make_mma_atom(products(HALF_BLOCK).op)  # a fresh one: its flag must not leak across traced loops
-        target = fragments.parts[number % 2]
-        x, w = fragments.x[None, block, None, stage], fragments.w[None, start // HALF_BLOCK, None, stage]
+    def promote(self, fragments: Fragments, block: int, factors: list):
+        """The tile's sums += 64 rows' product, scaled."""
+        for i in range(BLOCK // 2):
+            at = block * HALF_BLOCK + i
+            fragments.sums[at] = fragments.sums[at] + fragments.part[i] * factors[i // 2 % 2]
+
+    def issue(self, fragments: Fragments, block: int, stage):
+        """64 rows' product in flight."""
+        atom = cute.make_mma_atom(products(BLOCK).op)  # a fresh one: its flag must not leak across traced loops
+        x, w = fragments.x[None, block, None, stage], fragments.w[None, 0, None, stage]
         x, w = (
             cute.make_tensor(
                 t.iterator, cute.make_layout((t.shape[0], 1, t.shape[1]), stride=(t.stride[0], 0, t.stride[1]))
@@ -378,7 +429,7 @@ class Fp8GroupedDact:
         warpgroup.fence()
         for k in range(BLOCK // INSTRUCTION_K):
             atom.set(warpgroup.Field.ACCUMULATE, k != 0)
-            cute.gemm(atom, target, x[None, None, k], w[None, None, k], target)
+            cute.gemm(atom, fragments.part, x[None, None, k], w[None, None, k], fragments.part)
         warpgroup.commit_group()
 
 

@@ -61,6 +61,7 @@ from cute_kernels.hopper.fp8_products import (
     fake_padded,
     fake_preact,
     products,
+    release,
     scale_rows,
     sixteens,
 )
@@ -442,7 +443,7 @@ class Fp8GroupedGemm:
                         warpgroup.wait_group(1)
                     else:
                         warpgroup.wait_group(0)
-                        pipe.consumer_release(state)
+                        release(pipe, state)
                         state.advance()
                     add = [[s * factors[factor + index] for s in of_rows] for index in range(len(scales))]
                     part = fragments.parts[number % 2]

@@ -26,6 +26,12 @@ def products(columns: int, warpgroups: int = 1):
     return sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (warpgroups, 1, 1), (64, columns))
 
 
+def release(pipe, state):
+    """A consumer warp's share of giving a stage back. The pipeline's own asks for the thread's number each time."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(pipe.sync_object_empty.get_barrier(state.index))
+
+
 class BlockSums(ColumnSums):
     """sums[g] = Σ of what a gradient left for each 128 tokens of group g: a team adds 256 columns, in order."""
 

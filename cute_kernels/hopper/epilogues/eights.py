@@ -3,7 +3,8 @@
 A tile is 128 rows x 128 columns of a product. Thread t (warp w, lane l) holds four of its rows, 16 w + l // 4 + {0, 8,
 64, 72}, and of every 32 columns eight neighbours, from 8 (l % 4) on: the weight's rows are loaded in an order that
 makes them neighbours. So what a thread has of a row in 32 columns is 16 bytes of BF16 or 8 bytes of E4M3, four threads
-make whole sectors, and rows come and leave without shared memory.
+make whole sectors: rows leave without shared memory. Saved pre-activations come into the ring's stages, in boxes of 64
+rows x 64 bytes, of which a warp's 16-byte accesses meet no bank twice.
 
     rows          the scale of 128 columns is a maximum over four threads
     transposed    the scale of 128 rows: maxima are halved among the lanes of a warp until each has its share of the
@@ -28,10 +29,14 @@ ROWS = 4
 """Rows of a thread."""
 EIGHT, SPAN = 8, 32
 """Neighbouring columns of a thread, in every so many."""
+SPANS = BLOCK // SPAN
 HALF = 64
 """Columns of the transposed copy that are staged at a time, 128 bytes each."""
 STAGED_BYTES = HALF * BLOCK
 SOURCE = "float32"
+BOXES, BOX_ROW_BYTES = 8, 64
+"""Boxes of the pre-activation in a stage of the ring, four in either operand's place; bytes of one of their 64 rows."""
+BOX_BYTES = HALF * BOX_ROW_BYTES
 
 
 class Memory:
@@ -47,17 +52,28 @@ class Memory:
         self.size = self.factors + 4 * columns
 
 
+class Inputs(NamedTuple):
+    """Where a stage of the ring holds boxes of the pre-activation: address of the first four, distance of the others.
+
+    ready: waits until they are there. Boxes are numbered by rows (64 of them), half and span.
+    """
+
+    first: Any
+    distance: Any
+    ready: Any
+
+
 class Room(NamedTuple):
     """What a warpgroup has: shared memory from address `base` on, a barrier; the thread; how memory is divided.
 
-    aside: for each row of a thread, (address, offset) of 16 KiB where it may put values aside.
+    inputs: of each stage that holds the pre-activation, `Inputs`.
     """
 
     base: Any
     barrier: Any
     thread: Any
     memory: Any = None
-    aside: Any = None
+    inputs: Any = None
 
     def row(self, index: int):
         """Row `index` of this thread's four, of the tile's."""
@@ -69,22 +85,36 @@ class Room(NamedTuple):
 
     def here(self, memory: Memory):
         """The same room, its addresses computed from here on: kept over the products, they would spill."""
-        base, thread = (Int32(epilogue.here(value)) for value in (self.base, self.thread))
-        return self._replace(base=base, thread=thread, memory=memory)
+        return self.anew()._replace(base=Int32(epilogue.here(self.base)), memory=memory)
+
+    def anew(self):
+        """The same room, what follows from the thread's number computed from here on."""
+        return self._replace(thread=Int32(epilogue.here(self.thread)))
+
+    def input_at(self, half: int, span: int, row: int, size: int):
+        """(address, offset) of this thread's `size` bytes of the pre-activation, beside those of three others."""
+        stage, box = divmod((row // 2 * len(self.inputs) + half) * SPANS + span, BOXES)
+        operand, inside = divmod(box, BOXES // 2)
+        lane, found = self.thread % 32, self.inputs[stage]
+        address = found.first + (self.thread // 32 * 16 + lane // 4) * BOX_ROW_BYTES + lane % 4 * size
+        return address, operand * found.distance + inside * BOX_BYTES + row % 2 * 8 * BOX_ROW_BYTES
 
     def put_aside(self, row: int, values):
-        """A row of this thread's values; vectors of 16 bytes lie beside those of other threads."""
-        start, offset = self.aside[row]
+        """A row of this thread's values, 16 bytes at a time, to where what they came from was."""
         for i in range(0, len(values), 4):
             words = [value.bitcast(Uint32) for value in values[i : i + 4]]
-            store_shared(start + self.thread * 16, offset + i * 512, words)
+            store_shared(*self.input_at(i // 4 % 2, i // EIGHT, row, 16), words)
 
     def taken_back(self, row: int, first: int):
         """Eight of them, from `first` on."""
-        start, offset = self.aside[row]
-        places = [offset + (first + i) * 512 for i in (0, 4)]
-        words = [word for at in places for word in load_shared(start + self.thread * 16, at, 4)]
+        words = [word for i in range(2) for word in load_shared(*self.input_at(i, first // EIGHT, row, 16), 4)]
         return [word.bitcast(Float32) for word in words]
+
+
+def place_of_box(stage: int, box: int, halves: int) -> tuple[int, int, int]:
+    """(which 64 rows, half, span) of a box of the pre-activation."""
+    rows, inside = divmod(stage * BOXES + box, halves * SPANS)
+    return rows, *divmod(inside, SPANS)
 
 
 def row_step(index: int) -> int:
@@ -142,13 +172,19 @@ def _kind(count: int):
 
 
 @dsl_user_op
-def load_shared(address, offset: int, count: int, *, loc=None, ip=None):
-    """`count` words (1, 2 or 4) of shared memory from address + offset on."""
+def load_shared(address, offset: int, count: int, wanted=None, *, loc=None, ip=None):
+    """`count` words (1, 2 or 4) of shared memory from address + offset on; zeros if not `wanted`."""
     vector = f".v{count}" if count > 1 else ""
     names = _names(0, count) if count > 1 else "$0"
     text = f"ld.shared{vector}.b32 {names}, [${count}+{offset}];"
-    operands = [Int32(address).ir_value(loc=loc, ip=ip)]
-    found = _asm(_kind(count), operands, text, "=r," * count + "r,~{memory}", loc, ip, effects=True)
+    operands, outputs = [Int32(address).ir_value(loc=loc, ip=ip)], "=r," * count
+    if wanted is not None:
+        zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
+        text = f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros} @p {text} }}"
+        operands.append(Int32(wanted).ir_value(loc=loc, ip=ip))
+        outputs = "=&r," * count
+    constraints = outputs + ",".join("r" * len(operands)) + ",~{memory}"
+    found = _asm(_kind(count), operands, text, constraints, loc, ip, effects=True)
     return _words(found, count, loc, ip)
 
 

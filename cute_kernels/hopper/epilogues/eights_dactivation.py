@@ -5,10 +5,10 @@ args: (rows E4M3 [T, 2I or I], row scales [halves ⌈I/128⌉, ⌈T⌉₄], colu
 rows, probs, padded int32 [G+1]); what was not asked for is None. Layouts: `fp8_reference`; blocks of rows are cut in
 each half.
 
-A tile makes a block of dgate and one of dup. The saved pre-activation is read row by row of a thread, one row ahead.
-dgate takes the place of the sums; dup of the first 64 rows is put aside in FP32. A row's sum over the tile's columns,
-Σ dA·f, goes to partial[row, column tile]; the host adds the tiles in order. The columns' sums over 128 tokens go to
-`sums`; what is launched after the product adds a group's blocks into dbias.
+A tile makes a block of dgate and one of dup. The saved pre-activation lies in shared memory, 64 rows of it a stage of
+the ring. dgate takes the place of the sums; dup that of the pre-activation, in FP32. A row's sum over the tile's
+columns, Σ dA·f, goes to partial[row, column tile]; the host adds the tiles in order. The columns' sums over 128 tokens
+go to `sums`; what is launched after the product adds a group's blocks into dbias.
 """
 
 import functools
@@ -17,11 +17,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.hopper.epilogues import eights, epilogue
-from cute_kernels.hopper.epilogues.eights import BLOCK, EIGHT, HALF, ROWS, SPAN, Room, sum_at
+from cute_kernels.hopper.epilogues.eights import BLOCK, EIGHT, HALF, ROWS, SPAN, SPANS, Room, sum_at
 from cute_kernels.hopper.epilogues.quantized import widened
 from cute_kernels.hopper.epilogues.quantized_dactivation import Gradient
 
-SPANS = BLOCK // SPAN
 WIDTH = SPANS * EIGHT
 """Values of a thread in a row."""
 
@@ -39,7 +38,10 @@ class Differentiate(Gradient):
         firsts = cute.make_rmem_tensor((ROWS * WIDTH,), Float32)
         zero = Int32(epilogue.meet(room.barrier, tile.end))
         for row in range(ROWS):
-            inputs = self.fetch(args, row, tile, width, room)
+            room = room.anew()
+            if row % (ROWS // self.halves) == 0:
+                room.inputs[row * self.halves // ROWS].ready()
+            inputs = self.fetch(args, row, tile, room)
             grads = self.sums_of(acc, row, tile, width, room)
             factor = eights.row_factor(args.probs, row, tile, room)
             results, total = self.differentiate(grads, inputs, factor)
@@ -80,17 +82,12 @@ class Differentiate(Gradient):
         wanted = (room.thread % 4 == 0) & (at < tile.end)
         eights.store_global(eights.place(partial, at, tile.column_tile), 0, wanted, [total.bitcast(Uint32)])
 
-    def fetch(self, args, row: int, tile, width, room: Room):
+    def fetch(self, args, row: int, tile, room: Room):
         """Words of the saved pre-activation of a row, for each half and span; zero where there is none."""
-        at = tile.row + room.row(row)
-        found = []
-        column = tile.column_tile * BLOCK
-        for half in range(self.halves):
-            address = eights.place(args.preact, at, half * width + column + room.column())
-            for span in range(SPANS):
-                wanted = (at < tile.end) & (column + SPAN * span < width)
-                found.append(eights.load_global(address, SPAN * 2 * span, wanted, EIGHT // 2))
-        return found
+        wanted = tile.row + room.row(row) < tile.end
+        words = EIGHT * args.preact.element_type.width // 32
+        places = [room.input_at(half, span, row, 4 * words) for half in range(self.halves) for span in range(SPANS)]
+        return [eights.load_shared(*place, words, wanted) for place in places]
 
     def inputs_of(self, found, half: int, span: int, total):
         """The eight values of a half and span of what was fetched. total: of the spans before."""

@@ -12,8 +12,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
 from cute_kernels.hopper.epilogues import eights, quantized
-from cute_kernels.hopper.epilogues.eights import EIGHT, SPAN, Room
-from cute_kernels.hopper.epilogues.eights_dactivation import SPANS, Differentiate
+from cute_kernels.hopper.epilogues.eights import SPANS, Room
+from cute_kernels.hopper.epilogues.eights_dactivation import Differentiate
 from cute_kernels.hopper.epilogues.quantized import BLOCK, PATCH_COLS, Copies, Desk
 from cute_kernels.hopper.epilogues.quantized_activation import QuantizedActivate
 from cute_kernels.hopper.epilogues.quantized_dactivation import Differentiated, Gradient, QuantizedDifferentiate
@@ -102,18 +102,13 @@ class KeptGradient(Gradient):
 class DifferentiateKept(KeptGradient, Differentiate):
     """By the warpgroup that made the tile."""
 
-    def fetch(self, args, row: int, tile, width, room: Room):
+    def fetch(self, args, row: int, tile, room: Room):
         """For each half and span words of four values; then for each half their scale."""
-        at, column = tile.row + room.row(row), tile.column_tile * BLOCK
-        found, scales = [], []
+        at, scales = tile.row + room.row(row), []
         for half in range(self.halves):
-            address = eights.place(args.preact, at, half * width + column + room.column())
-            for span in range(SPANS):
-                wanted = (at < tile.end) & (column + SPAN * span < width)
-                found.append(eights.load_global(address, SPAN * span, wanted, EIGHT // 4))
             address = eights.place(args.scales, self.scale_row(args, half, tile), at)
             scales.append(eights.load_global(address, 0, at < tile.end, 1)[0])
-        return found + scales
+        return super().fetch(args, row, tile, room) + scales
 
     def inputs_of(self, found, half: int, span: int, total):
         scale = found[self.halves * SPANS + half]
