@@ -8,9 +8,9 @@ Layouts and formulas: `mxfp8_reference`. K is a multiple of 32, rows of x any mu
 not read and count as zeros.
 
 Roles: warps that have nothing in common, persistent, one CTA an SM: each takes a piece of 32 rows x 128 columns (256 to
-restore) after another; neighbours take neighbouring columns. No shared memory, no barrier.
-Timeline of a piece: the warp finds its group; a thread asks for 4 columns (8) of all 32 rows at once, 8 bytes a row.
-A column's block is then one thread's; a row's is that of 8 lanes, which meet by shuffles, two rows to a word.
+restore) after another. To quantise, a warp's next piece is on its way to shared memory (`quantize_pieces`) while it
+works at one in registers, 4 columns a thread; to restore, a thread asks for 8 columns of all 32 rows at once.
+A column's block is one thread's; a row's is that of 8 lanes, which meet by shuffles, two rows to a word.
 
 Numerics: maxima are exact, products with powers of two FP32, one rounding to E4M3.
 """
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.memory
 from cutlass import BFloat16, Boolean, Float8E4M3FN, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
@@ -33,11 +34,10 @@ from cute_kernels.hopper.mxfp8_scales import (
     scale_byte,
     values_of,
 )
+from cute_kernels.hopper.quantize_pieces import COLUMNS, Piece, Pieces, address, find
 from cute_kernels.hopper.rowwise_kernel import row_matrix, vector_of
 
 WARPS = 16
-COLUMNS = 4
-"""Of a thread that quantises."""
 RESTORED_COLUMNS = 8
 GROUP_PADDING = 128
 
@@ -51,59 +51,22 @@ class Copies(NamedTuple):
     scale: Any
 
 
-class Piece(NamedTuple):
-    """Where a piece lies: the first row and how many the group has from there; the row in the padded matrix; this
-    thread's first column.
-    """
-
-    row: Any
-    left: Any
-    padded: Any
-    column: Any
-
-
-def address(matrix: cute.Tensor, row, column):
-    """(address of matrix[row, column], bytes from row to row); rows are contiguous."""
-    size = matrix.element_type.width // 8
-    step = Int64(matrix.stride[0]) * size
-    return matrix.iterator.toint() + Int64(row) * step + Int64(column) * size, step
-
-
 @cute.jit
-def find(padded: cute.Tensor, row):
-    """The group whose padded rows `row` lies among; 32 places are looked at together, by a whole warp."""
-    lane = cute.arch.lane_idx()
-    groups = padded.shape[0] - 1
-    low, span = Int32(0), Int32(groups)
-    while span > 1:
-        step = (span + 31) // 32
-        beyond = padded[cutlass.min(low + (lane + 1) * step, groups)] > row
-        low += cute.arch.popc(~cute.arch.vote_ballot_sync(beyond)) * step
-        span = step
-    return low
-
-
-@cute.jit
-def piece_of(index, spans, rows: cutlass.Constexpr, columns: cutlass.Constexpr, offsets, padded, group):
-    """Piece `index`, of so many rows: columns first, then rows of groups. columns: of a thread."""
+def piece_of(index, spans, offsets, padded):
+    """Piece `index` of those to restore: columns first, then rows of groups."""
     block = index // spans
-    top = block * rows
+    top = block * BLOCK
+    group = find(padded, top)
     row = offsets[group] + top - padded[group]
-    column = ((index - block * spans) * 32 + cute.arch.lane_idx()) * columns
-    return Piece(row, cutlass.min(offsets[group + 1] - row, rows), top, column)
+    column = ((index - block * spans) * 32 + cute.arch.lane_idx()) * RESTORED_COLUMNS
+    return Piece(row, cutlass.min(offsets[group + 1] - row, BLOCK), top, column)
 
 
 class Quantize:
     """What a thread does with a piece. Its values are words [row][pair of columns]."""
 
-    def __init__(self, square: bool = False):
+    def __init__(self, square: bool):
         self.square = square
-
-    def read(self, x: cute.Tensor, piece: Piece, width):
-        """The thread's values; zeros where the group or the matrix has none."""
-        start, step = address(x, piece.row, piece.column)
-        inside = piece.column < width
-        return [load_global(start + r * step, 0, inside & (r < piece.left), COLUMNS // 2) for r in range(BLOCK)]
 
     def column_maxima(self, words):
         """The largest magnitudes of the thread's columns, two a word."""
@@ -127,10 +90,8 @@ class Quantize:
         """The FP32 bits of both halves of a word of maxima."""
         return bf16_bits(largest & Uint32(0xFFFF)), bf16_bits(largest >> 16)
 
-    def piece(self, x: cute.Tensor, copies: Copies, piece: Piece):
+    def piece(self, words, width, copies: Copies, piece: Piece):
         """Everything that is wanted of one piece."""
-        width = x.shape[1]
-        words = self.read(x, piece, width)
         inside = piece.column < width
         if self.square:
             self.store_square(words, copies, piece, inside)
@@ -210,27 +171,40 @@ class Quantize:
 class QuantizeRows(Quantize):
     """Rows of groups."""
 
+    def __init__(self, square: bool):
+        super().__init__(square)
+        self.pieces = Pieces(BLOCK, WARPS, 1)
+
     @cute.jit
     def __call__(self, x: cute.Tensor, offsets: cute.Tensor, padded: cute.Tensor, copies: tuple, grid: Int32, stream):
-        self.kernel(x, offsets, padded, copies).launch(
+        atom, tensor = self.pieces.source(x)
+        self.Storage = self.pieces.storage()
+        self.kernel(atom, tensor, offsets, padded, copies).launch(
             grid=[grid, 1, 1], block=[WARPS * 32, 1, 1], min_blocks_per_mp=1, stream=stream
         )
 
     @cute.kernel
-    def kernel(self, x: cute.Tensor, offsets: cute.Tensor, padded: cute.Tensor, copies: tuple):
+    def kernel(
+        self, atom: cute.CopyAtom, tensor: cute.Tensor, offsets: cute.Tensor, padded: cute.Tensor, copies: tuple
+    ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        spans = (x.shape[1] + 32 * COLUMNS - 1) // (32 * COLUMNS)
-        pieces = padded[padded.shape[0] - 1] // BLOCK * spans
-        for index in cutlass.range(cta * WARPS + warp, pieces, ctas * WARPS, unroll=1):
-            group = find(padded, index // spans * BLOCK)
-            piece = piece_of(index, spans, BLOCK, COLUMNS, offsets, padded, group)
+        memory = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        width, phase = tensor.shape[0], Int32(0)
+        way, there = self.pieces.start(memory, warp, width, padded)
+        if way.first < way.end:
+            there = self.pieces.ask(memory, atom, tensor, warp, there, way, offsets, padded)
+        for index in cutlass.range(way.first, way.end, way.step, unroll=1):
+            piece, _, words = self.pieces.arrived(memory, warp, phase)
+            words = words[:]
+            phase ^= 1
+            cute.arch.sync_warp()
+            if index + way.step < way.end:
+                there = self.pieces.ask(memory, atom, tensor, warp, there, way, offsets, padded)
             wanted = Boolean(piece.left > 0)
             if const_expr(Copies(*copies).data is not None):
                 wanted = Boolean(True)  # zeros in the padding
             if wanted:
-                self.piece(x, Copies(*copies), piece)
+                self.piece(words, width, Copies(*copies), piece)
 
 
 class Restore:
@@ -261,8 +235,7 @@ class Restore:
         spans = (out.shape[1] + 32 * RESTORED_COLUMNS - 1) // (32 * RESTORED_COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
         for index in cutlass.range(cta * WARPS + warp, pieces, ctas * WARPS, unroll=1):
-            group = find(padded, index // spans * BLOCK)
-            piece = piece_of(index, spans, BLOCK, RESTORED_COLUMNS, offsets, padded, group)
+            piece = piece_of(index, spans, offsets, padded)
             if piece.left > 0:
                 self.piece(data, scale, piece, out)
 

@@ -39,7 +39,7 @@ from cute_kernels.nvfp4_reference import BLOCK, Nvfp4Copies, Nvfp4Weights, store
 
 MODULE = "cute_kernels.hopper.nvfp4_quantize_kernel"
 ARCH = SM90_NVFP4_QUANTIZE.arch
-WARPS = 16  # the kernel's constants of these names
+WARPS = 24  # the kernel's constants of these names
 COLUMNS = 4
 RESTORED_COLUMNS = 8
 
@@ -172,7 +172,7 @@ def _plan(
 
 
 def _grid(kernel: Kernel, x: TensorFacts, lines: int, width: int, columns: int, sm_margin: int) -> int:
-    """CTAs for that many rows, whose threads take so many columns: at least a piece for 16 warps of each."""
+    """CTAs for that many rows, whose threads take so many columns: at least a piece for each warp."""
     pieces = lines // BLOCK * -(-width // (32 * columns))
     return min(multiprocessors(kernel, x.device, sm_margin), -(-pieces // WARPS))
 

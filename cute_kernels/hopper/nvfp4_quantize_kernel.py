@@ -8,15 +8,16 @@ Layouts and formulas: `nvfp4_reference`. K is a multiple of 16, rows of x any mu
 16 rows begins at a group's first row or a multiple of 16 below it; rows past the group's end are not read and count
 as zeros.
 
-Roles: as in `mxfp8_quantize_kernel`: warps that have nothing in common, a piece of 16 rows x 128 columns (256 to
-restore) after another. No shared memory, no barrier.
-Timeline of a piece: a thread asks for 4 columns of all 16 rows at once; the warp finds the group of its next piece and
-asks for that to be brought to L2. A column's block is then one thread's, and so is its rotation; a row's is that of 4
-lanes, who share its work: each forms the scales of four rows, and the random bytes of every fourth, and they trade.
+Roles: warps that have nothing in common, persistent, one CTA an SM: each takes a piece of 16 rows x 128 columns (256 to
+restore) after another. What is to be quantised is on its way to shared memory (`quantize_pieces`) two pieces ahead.
+Timeline of a piece: a thread has 4 columns of all 16 rows. A column's block is then one thread's, and so is its
+rotation; a row's is that of 4 lanes, who share its work: each forms the scales of four rows, and the random bytes of
+every fourth, and they trade. Values are read again for the second copy, so that registers are left for more warps.
 
 Bound by instructions, of which a value takes 30 to 50: see `nvfp4_scales`.
 
-Numerics: maxima are exact; see `nvfp4_scales` for the rest. Largest magnitudes of groups meet by atomic maxima of bits.
+Numerics: maxima are exact; see `nvfp4_scales` for the rest. Largest magnitudes of groups meet by atomic maxima of bits,
+once for each group that a warp has pieces of.
 """
 
 import functools
@@ -24,15 +25,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.memory
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-from cutlass.cutlass_dsl import dsl_user_op, select_
+from cutlass.cutlass_dsl import select_
 
-from cute_kernels.hopper.epilogues.eights import load_global, permuted, store_global
+from cute_kernels.hopper.epilogues.eights import load_global, load_shared, permuted, store_global, store_shared
 from cute_kernels.hopper.epilogues.quantized import larger
 from cute_kernels.hopper.fp8_scales import MAGNITUDES, bf16_bits, exchanged, halves_of, max_halves
-from cute_kernels.hopper.mxfp8_quantize_kernel import Piece, address, find, piece_of
 from cute_kernels.hopper.nvfp4_maxima import (
     column_maxima,
     largest_half,
@@ -58,13 +58,13 @@ from cute_kernels.hopper.nvfp4_scales import (
     values,
     values_of,
 )
+from cute_kernels.hopper.quantize_pieces import COLUMNS, Piece, Pieces, address
 from cute_kernels.hopper.rowwise_kernel import row_matrix, vector_of
 
-WARPS = 16
-AMAX_WARPS, RESTORE_WARPS = 32, 24
-"""Kernels that do little for what they read hold less of it in registers, and read more at a time."""
+WARPS, FEW_WARPS, AMAX_WARPS, RESTORE_WARPS = 24, 20, 24, 24
+STAGES = 2
+"""Pieces of a warp in shared memory."""
 BLOCK = 16
-COLUMNS = 4
 RESTORED_COLUMNS = 8
 
 
@@ -75,33 +75,6 @@ class Copies(NamedTuple):
     columns: Any
     data: Any
     scale: Any
-
-
-@dsl_user_op
-def fetch(address, wanted, *, loc=None, ip=None):
-    """Asks for 128 bytes of global memory, to be in L2 once they are read."""
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int32(wanted))]
-    text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
-    llvm.inline_asm(
-        None, operands, text, "l,r", has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
-
-
-def ask_for(x: cute.Tensor, piece: Piece, rows: int):
-    """A piece of x, whose rows are 256 bytes."""
-    lane = cute.arch.lane_idx()
-    column = piece.column - lane * COLUMNS + lane % 2 * 64
-    place, step = address(x, piece.row + lane // 2, column)
-    for first in range(0, rows, 16):
-        fetch(place + first * step, (lane // 2 + first < piece.left) & (column < x.shape[1]))
-
-
-def read(x: cute.Tensor, piece: Piece):
-    """The thread's values, words [row][pair of columns]; zeros where the group or the matrix has none."""
-    start, step = address(x, piece.row, piece.column)
-    limit = limited(piece, x)
-    return [load_global(start + r * step, 0, r < limit, COLUMNS // 2) for r in range(BLOCK)]
 
 
 def largest_turned(words, width):
@@ -175,14 +148,22 @@ def zero_after(width, word):
     return Uint32(width) >> 31 & word
 
 
-def later(words, piece: Piece, zero):
-    """The same, not before `zero` is known."""
-    piece = piece._replace(padded=piece.padded + Int32(zero), column=piece.column + Int32(zero))
-    return [[word ^ zero for word in row] for row in words], piece
+@cute.jit
+def leave(found, group, amax: cute.Tensor, turned_amax: cute.Tensor | None):
+    """The group's maxima are at least these, in the lower halves of a warp's words, those once rotated in the upper."""
+    known = look(place_of(amax, group))
+    turned_known = look(place_of(turned_amax, group)) if const_expr(turned_amax is not None) else known
+    both = halves(over_lanes(found, 32))
+    raise_group(amax, group, both[0], known)
+    if const_expr(turned_amax is not None):
+        raise_group(turned_amax, group, both[1], turned_known)
 
 
 class Amax:
     """Largest magnitudes, FP32 [G], zero before."""
+
+    def __init__(self):
+        self.pieces = Pieces(BLOCK, AMAX_WARPS, 1)
 
     @cute.jit
     def __call__(
@@ -195,48 +176,58 @@ class Amax:
         grid: Int32,
         stream,
     ):
-        self.kernel(x, offsets, padded, amax, turned_amax).launch(
+        atom, tensor = self.pieces.source(x)
+        self.Storage = self.pieces.storage()
+        self.kernel(atom, tensor, offsets, padded, amax, turned_amax).launch(
             grid=[grid, 1, 1], block=[AMAX_WARPS * 32, 1, 1], min_blocks_per_mp=1, stream=stream
         )
 
     @cute.kernel
     def kernel(
         self,
-        x: cute.Tensor,
+        atom: cute.CopyAtom,
+        tensor: cute.Tensor,
         offsets: cute.Tensor,
         padded: cute.Tensor,
         amax: cute.Tensor,
         turned_amax: cute.Tensor | None,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        spans = (x.shape[1] + 32 * COLUMNS - 1) // (32 * COLUMNS)
-        pieces = padded[padded.shape[0] - 1] // BLOCK * spans
-        for index in cutlass.range(warp * ctas + cta, pieces, ctas * AMAX_WARPS, unroll=1):
-            group = find(padded, index // spans * BLOCK)
-            piece = piece_of(index, spans, BLOCK, COLUMNS, offsets, padded, group)
-            if piece.left > 0:
-                words = read(x, piece)
-                known = look(place_of(amax, group))
-                if const_expr(turned_amax is None):
-                    raise_group(amax, group, largest_of(words, 32), known)
-                else:
-                    turned_known = look(place_of(turned_amax, group))
-                    found = largest_half(words)
-                    largest = largest_turned(words, x.shape[1])
-                    turned_half = rounded_pair(largest * Float32(QUARTER), Float32(0.0))
-                    found = over_lanes(halves_of(found, turned_half, False) & Uint32(MAGNITUDES), 32)
-                    both = halves(found)
-                    raise_group(amax, group, both[0], known)
-                    raise_group(turned_amax, group, both[1], turned_known)
+        memory = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        width, phase = tensor.shape[0], Int32(0)
+        way, there = self.pieces.start(memory, warp, width, padded)
+        if way.first < way.end:
+            there = self.pieces.ask(memory, atom, tensor, warp, there, way, offsets, padded)
+        group, most = Int32(-1), Uint32(0)
+        for index in cutlass.range(way.first, way.end, way.step, unroll=1):
+            _, another, words = self.pieces.arrived(memory, warp, phase)
+            words = words[:]
+            phase ^= 1
+            cute.arch.sync_warp()
+            if index + way.step < way.end:
+                there = self.pieces.ask(memory, atom, tensor, warp, there, way, offsets, padded)
+            if another != group:
+                if group >= 0:
+                    leave(most, group, amax, turned_amax)
+                group, most = another, Uint32(0)
+            found = largest_half(words)
+            if const_expr(turned_amax is not None):
+                largest = largest_turned(words, width)
+                turned_half = rounded_pair(largest * Float32(QUARTER), Float32(0.0))
+                found = halves_of(found, turned_half, False) & Uint32(MAGNITUDES)
+            most = max_halves(most, found)
+        if group >= 0:
+            leave(most, group, amax, turned_amax)
 
 
 class QuantizeRows:
-    """Rows of groups. How: see `nvfp4_quantize.QuantizeOptions`."""
+    """Rows of groups. options: `nvfp4_quantize.QuantizeOptions`."""
 
-    def __init__(self, square: bool, rotates: bool):
-        self.square, self.rotates = square, rotates
+    def __init__(self, options):
+        self.square, self.rotates = options.square, options.rotates
+        few = options.stochastic and (options.stored or not options.rotates)  # registers
+        self.warps = FEW_WARPS if few else WARPS
+        self.pieces = Pieces(BLOCK, self.warps, STAGES)
 
     @cute.jit
     def __call__(
@@ -252,14 +243,17 @@ class QuantizeRows:
         grid: Int32,
         stream,
     ):
-        self.kernel(x, offsets, padded, amax, column_amax, state, copies, lines).launch(
-            grid=[grid, 1, 1], block=[WARPS * 32, 1, 1], min_blocks_per_mp=1, stream=stream
+        atom, tensor = self.pieces.source(x)
+        self.Storage = self.pieces.storage()
+        self.kernel(atom, tensor, offsets, padded, amax, column_amax, state, copies, lines).launch(
+            grid=[grid, 1, 1], block=[self.warps * 32, 1, 1], min_blocks_per_mp=1, stream=stream
         )
 
     @cute.kernel
     def kernel(
         self,
-        x: cute.Tensor,
+        atom: cute.CopyAtom,
+        tensor: cute.Tensor,
         offsets: cute.Tensor,
         padded: cute.Tensor,
         amax: cute.Tensor | None,
@@ -269,36 +263,77 @@ class QuantizeRows:
         lines: Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        spans = (x.shape[1] + 32 * COLUMNS - 1) // (32 * COLUMNS)
-        pieces = padded[padded.shape[0] - 1] // BLOCK * spans
-        first, step = warp * ctas + cta, ctas * WARPS
-        group = find(padded, cutlass.min(first, pieces - 1) // spans * BLOCK)
-        for index in cutlass.range(first, pieces, step, unroll=1):
-            piece = piece_of(index, spans, BLOCK, COLUMNS, offsets, padded, group)
-            words = read(x, piece)
-            following = cutlass.min(index + step, pieces - 1)
-            next_group = find(padded, following // spans * BLOCK)
-            ask_for(x, piece_of(following, spans, BLOCK, COLUMNS, offsets, padded, next_group), BLOCK)
-            wanted = Boolean(piece.left > 0)
-            if const_expr(column_amax is not None):
-                wanted = Boolean(True)  # zeros in the padding
-            if wanted:
-                self.piece(words, x.shape[1], amax, column_amax, state, Copies(*copies), lines, piece, group)
-            group = next_group
+        memory = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        kept = Int32(memory.kept.data_ptr().toint() + warp * 16)
+        width, known, turn = tensor.shape[0], Int32(-1), Int32(0)
+        way, there = self.pieces.start(memory, warp, width, padded)
+        for stage in cutlass.range(STAGES, unroll=1):
+            if way.first + stage * way.step < way.end:
+                slot = STAGES * warp + stage
+                there = self.pieces.ask(memory, atom, tensor, slot, there, way, offsets, padded)
+        for index in cutlass.range(way.first, way.end, way.step, unroll=1):
+            slot = STAGES * warp + turn % STAGES
+            piece, group, words = self.pieces.arrived(memory, slot, turn // STAGES % 2)
+            turn += 1
+            if group != known:
+                known = group
+                self.keep_factors(kept, amax, column_amax, group)
+            encode = self.factors(kept, True)[0]
+            if (piece.left > 0) | (encode != encode):  # NaN makes more than zeros of a group's padding
+                self.piece(words, width, kept, amax, column_amax, state, Copies(*copies), lines, piece)
+            else:
+                self.store_zeros(Copies(*copies), piece)
+            cute.arch.sync_warp()
+            if index + STAGES * way.step < way.end:
+                there = self.pieces.ask(memory, atom, tensor, slot, there, way, offsets, padded)
 
-    def piece(self, words, width, amax, column_amax, state, copies: Copies, lines, piece: Piece, group):
+    @cute.jit
+    def keep_factors(self, kept, amax, column_amax, group):
+        """Leaves a group's `tensor_factors`, of rows and of columns, where the warp keeps them: they are divisions."""
+        found = []
+        for one in (amax, column_amax):
+            both = (Float32(0.0), Float32(0.0)) if const_expr(one is None) else tensor_factors(one[group])
+            found += [Float32(factor).bitcast(Uint32) for factor in both]
+        if cute.arch.lane_idx() == 0:
+            store_shared(kept, 0, found)
+        cute.arch.sync_warp()
+
+    def factors(self, kept, columns: bool):
+        return [word.bitcast(Float32) for word in load_shared(kept, 8 * columns, 2)]
+
+    def piece(self, words, width, kept, amax, column_amax, state, copies: Copies, lines, piece: Piece):
         """Everything that is wanted of one piece."""
         if amax is not None:
-            factors = tensor_factors(amax[group])
+            factors = self.factors(kept, False)
             if self.square:
                 self.store_square(words, factors, copies.rows, piece)
             else:
-                words, piece = later(words, piece, self.store_rows(words, factors, copies.rows, piece, state))
+                zero = self.store_rows(words, factors, copies.rows, piece, state)
+                piece = piece._replace(padded=piece.padded + Int32(zero), column=piece.column + Int32(zero))
+                words = words.after(zero)
         if column_amax is not None:
             words = turned(words, width) if self.rotates else words
-            self.store_columns(words, tensor_factors(column_amax[group]), copies, piece, state, lines)
+            self.store_columns(words, self.factors(kept, True), copies, piece, state, lines)
+
+    def store_zeros(self, copies: Copies, piece: Piece):
+        """What lies in columns of no rows."""
+        if copies.columns is not None:
+            start, step = address(copies.columns, piece.padded, piece.column)
+            inside = piece.column < copies.columns.shape[1]
+            for r in range(BLOCK):
+                store_global(start + r * step, 0, inside, [Uint32(0)] * (COLUMNS // 2))
+        if copies.data is not None:
+            start, step, inside = self.place_of_codes(copies, piece)
+            for r in range(0, BLOCK, 2):
+                store_global(start + r * step, 0, inside, [Uint32(0)])
+            place, _ = address(copies.scale, piece.padded // BLOCK, piece.column)
+            store_global(place, 0, inside, [Uint32(0)])
+
+    def place_of_codes(self, copies: Copies, piece: Piece):
+        """(where a lane's codes begin, bytes from row to row, whether it has any): eight in every second row."""
+        odd = cute.arch.lane_idx() % 2
+        start, step = address(copies.data, piece.padded + odd, piece.column // 2 - 2 * odd)
+        return start, step, piece.column < copies.scale.shape[1]
 
     def store_square(self, words, factors, out: cute.Tensor, piece: Piece):
         """q·S in blocks of 16x16: one scale for 4 lanes."""
@@ -373,10 +408,8 @@ class QuantizeRows:
 
     def store_codes(self, words, encodes, scales, random, copies: Copies, piece: Piece):
         """Codes, of which a lane stores eight in every second row, and the scales of the block, given as bytes."""
-        odd = cute.arch.lane_idx() % 2
-        start, step = address(copies.data, piece.padded + odd, piece.column // 2 - 2 * odd)
-        inside = piece.column < copies.scale.shape[1]
-        upper = Boolean(odd == 1)
+        start, step, inside = self.place_of_codes(copies, piece)
+        upper = Boolean(cute.arch.lane_idx() % 2 == 1)
         signed = Uint32(0)
         for i, byte in enumerate(scales):  # NaN's code is 7
             signed = signed | chosen(Uint32(byte) == Uint32(0x7F), Uint32(0), Uint32(0x80008 << 4 * i))
@@ -488,8 +521,7 @@ def build_rows(options):
     x = row_matrix(BFloat16, rows, columns)
     amaxes = maxima(options.rowwise), maxima(options.columnwise or options.stored)
     state = vector_of(Int64, 2) if options.stochastic else None
-    made = QuantizeRows(options.square, options.rotates)
-    return made, (x, *places(), *amaxes, state, copies, Int32(1), Int32(1), make_fake_stream())
+    return QuantizeRows(options), (x, *places(), *amaxes, state, copies, Int32(1), Int32(1), make_fake_stream())
 
 
 def build_restore(options):

@@ -1,0 +1,188 @@
+"""Rows of groups in pieces on SM90: where a piece lies, and how the next is on its way while a warp quantises one.
+
+A piece is a block of rows of one group x 128 columns. Those of a CTA are neighbours, as many as of any other (or one
+more), and its warps take them in turn, columns first. Each warp has places in shared memory of its own: it asks for a
+piece by TMA (`wgrad_operands.ragged`: rows past the group's end, and columns past the matrix's, arrive as zeros), notes
+where it lies, and asks for another once a place is free. A barrier for each place, nothing that two warps share.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Int32, Int64, Uint32, range_constexpr
+from cutlass.cute.nvgpu import cpasync
+
+from cute_kernels.hopper.epilogues.eights import load_shared, store_shared
+from cute_kernels.hopper.wgrad_operands import ragged, tokens_of
+
+COLUMNS = 4
+"""Of a thread."""
+SPAN = 32 * COLUMNS
+
+
+class Piece(NamedTuple):
+    """Where a piece lies: the first row and how many the group has from there; the row in the padded matrix; this
+    thread's first column.
+    """
+
+    row: Any
+    left: Any
+    padded: Any
+    column: Any
+
+
+class Way(NamedTuple):
+    """A warp's pieces: number of the first, where they end, from one to the next; the last in blocks of rows and spans
+    of columns, of which the matrix has so many.
+    """
+
+    first: Any
+    end: Any
+    step: Any
+    blocks: Any
+    spans: Any
+    across: Any
+
+
+class Next(NamedTuple):
+    """The piece to ask for: its block of rows, its span of columns. A group at or above it: its number, how far its
+    rows lie from its padded rows, where both end.
+    """
+
+    block: Any
+    span: Any
+    group: Any
+    shift: Any
+    last: Any
+    stop: Any
+
+
+def address(matrix: cute.Tensor, row, column):
+    """(address of matrix[row, column], bytes from row to row); rows are contiguous."""
+    size = matrix.element_type.width // 8
+    step = Int64(matrix.stride[0]) * size
+    return matrix.iterator.toint() + Int64(row) * step + Int64(column) * size, step
+
+
+@cute.jit
+def find(padded: cute.Tensor, row):
+    """The group whose padded rows `row` lies among; 32 places are looked at together, by a whole warp."""
+    lane = cute.arch.lane_idx()
+    groups = padded.shape[0] - 1
+    low, span = Int32(0), Int32(groups)
+    while span > 1:
+        step = (span + 31) // 32
+        beyond = padded[cutlass.min(low + (lane + 1) * step, groups)] > row
+        low += cute.arch.popc(~cute.arch.vote_ballot_sync(beyond)) * step
+        span = step
+    return low
+
+
+class Words:
+    """A thread's values of a piece, words [row][pair of columns], read from shared memory whenever asked for."""
+
+    def __init__(self, place, rows: int):
+        self.place, self.rows = place, rows
+
+    def after(self, zero):
+        """The same, not read before `zero` is known: else what is formed of them for two copies stays in registers."""
+        return Words(self.place + Int32(zero), self.rows)
+
+    def __getitem__(self, row):
+        if isinstance(row, slice):
+            return [self[r] for r in range(*row.indices(self.rows))]
+        if row >= self.rows:
+            raise IndexError(row)
+        return load_shared(self.place, row * 2 * SPAN, COLUMNS // 2)
+
+
+class Pieces:
+    """Of `rows` rows, `stages` places for each of so many warps."""
+
+    def __init__(self, rows: int, warps: int, stages: int):
+        self.rows, self.warps, self.stages = rows, warps, stages
+
+    def layout(self):
+        """(column, row, place)."""
+        count = self.stages * self.warps
+        return cute.make_layout((SPAN, self.rows, count), stride=(1, SPAN, SPAN * self.rows))
+
+    def source(self, x: cute.Tensor):
+        """(TMA atom, the coordinates it reads) of a matrix."""
+        one = cute.slice_(self.layout(), (None, None, 0))
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), ragged(x), one, (SPAN, self.rows))
+
+    def storage(self):
+        """kept: four words that a warp may keep."""
+        warps, count = self.warps, self.stages * self.warps
+
+        @cute.struct
+        class Storage:
+            filled: cute.struct.MemRange[Int64, count]
+            notes: cute.struct.Align[cute.struct.MemRange[Int32, 4 * count], 16]
+            kept: cute.struct.Align[cute.struct.MemRange[Int32, 4 * warps], 16]
+            x: cute.struct.Align[cute.struct.MemRange[BFloat16, count * SPAN * self.rows], 1024]
+
+        return Storage
+
+    @cute.jit
+    def start(self, memory, warp, width, padded: cute.Tensor):
+        """(a warp's way, the first piece to ask for)."""
+        if cute.arch.lane_idx() == 0:
+            for stage in range_constexpr(self.stages):
+                cute.arch.mbarrier_init(memory.filled.data_ptr() + warp * self.stages + stage, 1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        across = (width + SPAN - 1) // SPAN
+        pieces = padded[padded.shape[0] - 1] // self.rows * across
+        each = pieces // ctas
+        more = pieces - each * ctas
+        first = cta * each + cutlass.min(cta, more)
+        end = first + each + Int32(cta < more)
+        first += warp
+        step = Int32(self.warps)
+        way = Way(first, end, step, step // across, step % across, across)
+        return way, Next(first // across, first % across, Int32(0), Int32(0), Int32(0), Int32(0))
+
+    @cute.jit
+    def ask(self, memory, atom, tensor, slot, there: Next, way: Way, offsets: cute.Tensor, padded: cute.Tensor):
+        """A whole warp starts to load the piece `there` to a place that none of it reads any more; the next one."""
+        block, span, group, shift, last, stop = there
+        top = block * self.rows
+        if top >= stop:
+            group = find(padded, top)
+            first = offsets[group]
+            shift, last, stop = first - padded[group], offsets[group + 1], padded[group + 1]
+        row, column = top + shift, span * SPAN
+        left = cutlass.max(cutlass.min(last - row, self.rows), 0)
+        if cute.arch.lane_idx() == 0:
+            store_shared(self.note(memory, slot), 0, [Uint32(x) for x in (row, group * 64 + left, top, column)])
+        barrier = memory.filled.data_ptr() + slot
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * SPAN * self.rows)
+        view = cute.domain_offset((column, 0), tokens_of(tensor, row, left))
+        x = memory.x.get_tensor(self.layout())
+        tile = cute.local_tile(view, (SPAN, self.rows), (0, 0))
+        target, origin = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(x, 0, 2), cute.group_modes(tile, 0, 2)
+        )
+        cute.copy(atom, origin, target[None, slot], tma_bar_ptr=barrier)
+        block, span = block + way.blocks, span + way.spans
+        if span >= way.across:
+            block, span = block + 1, span - way.across
+        return Next(block, span, group, shift, last, stop)
+
+    def note(self, memory, slot):
+        return Int32(memory.notes.data_ptr().toint() + slot * 16)
+
+    def arrived(self, memory, slot, phase):
+        """A piece once it is there: (where it lies, its group, its values)."""
+        cute.arch.mbarrier_wait(memory.filled.data_ptr() + slot, phase)
+        cute.arch.sync_warp()
+        row, facts, top, column = (Int32(word) for word in load_shared(self.note(memory, slot), 0, 4))
+        lane = cute.arch.lane_idx()
+        place = memory.x.data_ptr().toint() + slot * (2 * SPAN * self.rows) + lane * (2 * COLUMNS)
+        return Piece(row, facts & 63, top, column + lane * COLUMNS), facts >> 6, Words(Int32(place), self.rows)
