@@ -93,7 +93,8 @@ def compiled(module: str, asked: Any, capfd: pytest.CaptureFixture[str], folder:
 
 @pytest.mark.parametrize("asked", QUANTIZE, ids=str)
 def test_quantize(asked, capfd, tmp_path):
-    compiled(mxfp8_quantize.MODULE, asked, capfd, tmp_path)
+    ptx = compiled(mxfp8_quantize.MODULE, asked, capfd, tmp_path)
+    assert ("cp.async.bulk.tensor" in ptx) != isinstance(asked, RestoreOptions), "pieces come by TMA"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -66,7 +66,8 @@ CASES = {
 
 @pytest.mark.parametrize("asked", QUANTIZE, ids=str)
 def test_quantize(asked, capfd, tmp_path):
-    compiled(nvfp4_quantize.MODULE, asked, capfd, tmp_path)
+    ptx = compiled(nvfp4_quantize.MODULE, asked, capfd, tmp_path)
+    assert ("cp.async.bulk.tensor" in ptx) != isinstance(asked, RestoreOptions), "pieces come by TMA"
 
 
 @pytest.mark.parametrize("case", CASES)

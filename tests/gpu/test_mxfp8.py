@@ -105,11 +105,11 @@ def offsets_of(splits: Splits) -> tuple[Tensor, Tensor]:
 # Quantise
 
 
-def check(x: Tensor, splits: Splits, **asked: bool) -> None:
+def check(x: Tensor, splits: Splits, sm_margin: int = 0, **asked: bool) -> None:
     (rows, columns), room = x.shape, padded_rows(splits.rows, splits.groups)
     offsets, padded = offsets_of(splits)
     poison((rows, 2 * columns), (rows, 2 * columns), (room, columns), (room // 32, -(-columns // 128) * 128))
-    got = hopper("mxfp8_quantize")(x, offsets, padded, **asked)
+    got = hopper("mxfp8_quantize")(x, offsets, padded, sm_margin=sm_margin, **asked)
     want = mx.mxfp8_quantize(x, offsets, padded, **asked)
     used, end = splits.used, int(padded[-1])
     for a, b, size in zip(got, want, (used, used, end, end // 32), strict=True):
@@ -122,6 +122,17 @@ def check(x: Tensor, splits: Splits, **asked: bool) -> None:
         restored = hopper("mxfp8_dequantize")(got.data, got.scale, offsets, padded, rows)
         want = mx.mxfp8_dequantize(want.data, want.scale, offsets, padded, rows)
         assert_same(restored[:used], want[:used], "restored")
+
+
+def all_but(left: int) -> int:
+    """The margin that leaves so many SMs: their warps have many pieces each."""
+    return torch.cuda.get_device_properties(DEVICE).multi_processor_count - left
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("left", [1, 3])
+def test_few_multiprocessors(asked: str, left: int) -> None:
+    check(with_tail(wide_range(RAGGED.rows, 544), RAGGED), RAGGED, all_but(left), **ASKED[asked])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,6 +19,7 @@ from tests.gpu.test_mxfp8 import (
     RAGGED,
     SKEWED,
     SMOOTH,
+    all_but,
     assert_same,
     hopper,
     ids,
@@ -46,11 +47,18 @@ WAYS = [(False, False), (True, False), (False, True), (True, True)]
 """Whether columns are rotated, and whether values are rounded stochastically."""
 
 
-def check(x: Tensor, splits: Splits, asked: tuple[bool, bool, bool], rotated: bool, stochastic: bool) -> None:
+def check(
+    x: Tensor,
+    splits: Splits,
+    asked: tuple[bool, bool, bool],
+    rotated: bool,
+    stochastic: bool,
+    sm_margin: int = 0,
+) -> None:
     """Largest magnitudes, copies and what is restored, bit for bit."""
     (rows, columns), room = x.shape, padded_rows(splits.rows, splits.groups)
     offsets, padded = offsets_of(splits)
-    got_amax = hopper("nvfp4_amax")(x, offsets, padded, rotated)
+    got_amax = hopper("nvfp4_amax")(x, offsets, padded, rotated, sm_margin)
     amax, turned = nv.nvfp4_amax(x, offsets, padded, rotated)
     for a, b in zip(got_amax, (amax, turned), strict=True):
         assert (a is None) == (b is None)
@@ -59,7 +67,7 @@ def check(x: Tensor, splits: Splits, asked: tuple[bool, bool, bool], rotated: bo
     state = random_state(DEVICE) if stochastic else None
     how = (amax, amax if turned is None else turned, state, *asked, rotated)
     poison((rows, 2 * columns), (room, 2 * columns), (room, columns // 2), (room // 16, columns))
-    got = hopper("nvfp4_quantize")(x, offsets, padded, *how)
+    got = hopper("nvfp4_quantize")(x, offsets, padded, *how, sm_margin)
     want = nv.nvfp4_quantize(x, offsets, padded, *how)
     end = int(padded[-1])
     for a, b, size in zip(got, want, (splits.used, end, end, end // 16), strict=True):
@@ -77,6 +85,14 @@ def check(x: Tensor, splits: Splits, asked: tuple[bool, bool, bool], rotated: bo
 @pytest.mark.parametrize(("rotated", "stochastic"), WAYS)
 def test_bytes(kind: str, asked: str, rotated: bool, stochastic: bool) -> None:
     check(with_tail(KINDS[kind](RAGGED.rows, 544), RAGGED), RAGGED, ASKED[asked], rotated, stochastic)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("left", [1, 3])
+def test_few_multiprocessors(asked: str, left: int) -> None:
+    for stochastic in (False, True):
+        x = with_tail(wide_range(RAGGED.rows, 544), RAGGED)
+        check(x, RAGGED, ASKED[asked], True, stochastic, all_but(left))
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
