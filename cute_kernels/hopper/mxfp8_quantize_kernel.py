@@ -173,7 +173,7 @@ class QuantizeRows(Quantize):
 
     def __init__(self, square: bool):
         super().__init__(square)
-        self.pieces = Pieces(BLOCK, WARPS, 1)
+        self.pieces = Pieces(BLOCK, WARPS, 1, scattered=True)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, offsets: cute.Tensor, padded: cute.Tensor, copies: tuple, grid: Int32, stream):

@@ -1,7 +1,8 @@
 """Rows of groups in pieces on SM90: where a piece lies, and how the next is on its way while a warp quantises one.
 
-A piece is a block of rows of one group x 128 columns. Those of a CTA are neighbours, as many as of any other (or one
-more), and its warps take them in turn, columns first. Each warp has places in shared memory of its own: it asks for a
+A piece is a block of rows of one group x 128 columns, numbered columns first. Those of a CTA are neighbours, as many as
+of any other (or one more), and its warps take them in turn; or, `scattered`, all warps of all CTAs take all of them in
+turn: what is faster (docs/performance.md). Each warp has places in shared memory of its own: it asks for a
 piece by TMA (`wgrad_operands.ragged`: rows past the group's end, and columns past the matrix's, arrive as zeros), notes
 where it lies, and asks for another once a place is free. A barrier for each place, nothing that two warps share.
 """
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64, Uint32, range_constexpr
+from cutlass import BFloat16, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.hopper.epilogues.eights import load_shared, store_shared
@@ -100,8 +101,8 @@ class Words:
 class Pieces:
     """Of `rows` rows, `stages` places for each of so many warps."""
 
-    def __init__(self, rows: int, warps: int, stages: int):
-        self.rows, self.warps, self.stages = rows, warps, stages
+    def __init__(self, rows: int, warps: int, stages: int, scattered: bool = False):
+        self.rows, self.warps, self.stages, self.scattered = rows, warps, stages, scattered
 
     def layout(self):
         """(column, row, place)."""
@@ -138,12 +139,15 @@ class Pieces:
         ctas, _, _ = cute.arch.grid_dim()
         across = (width + SPAN - 1) // SPAN
         pieces = padded[padded.shape[0] - 1] // self.rows * across
-        each = pieces // ctas
-        more = pieces - each * ctas
-        first = cta * each + cutlass.min(cta, more)
-        end = first + each + Int32(cta < more)
-        first += warp
-        step = Int32(self.warps)
+        if const_expr(self.scattered):
+            first, end, step = cta * self.warps + warp, pieces, ctas * self.warps
+        else:
+            each = pieces // ctas
+            more = pieces - each * ctas
+            first = cta * each + cutlass.min(cta, more)
+            end = first + each + Int32(cta < more)
+            first += warp
+            step = Int32(self.warps)
         way = Way(first, end, step, step // across, step % across, across)
         return way, Next(first // across, first % across, Int32(0), Int32(0), Int32(0), Int32(0))
 
