@@ -152,7 +152,9 @@ def fewest_pieces(kind: str, gated: bool) -> tuple[int, str]:
     """(pieces that a warpgroup's epilogue needs, what for)."""
     if kind in (DACT_MXFP8, DACT_MXFP8_SUMS):
         inputs = 2 if gated else 1
-        return (SETS + 1) * inputs + 2, f"{SETS} sets of the pre-activation, its columns copy and act's, and maxima"
+        sums = kind == DACT_MXFP8_SUMS
+        what = f"{SETS} sets of the pre-activation, its columns copy and act's, and maxima{' and sums' * sums}"
+        return (SETS + 1) * inputs + 2 + sums, what
     if kind == "dact":
         return SETS * (3 if gated else 2), f"{SETS} sets of {'gate, up' if gated else 'the pre-activation'} and act"
     return 2, "one is formed while one leaves"

@@ -13,6 +13,7 @@ Roles, one CTA per SM, 384 threads, each role walking the same schedule:
     warp 0      loads x and W tiles by TMA; dynamic, takes this CTA's tiles one by one (see `tickets`)
     warp 2      zeroes the results' tail rows, offsets[G] to T, beside the products, by TMA
     warp 3      zeroes the tail of the row sums, where there are any
+    warps 1, 2  attend to a consumer warpgroup each, where its epilogue asks for that (see `mxfp8_dactivation`)
     warps 4-7, 8-11   two consumer warpgroups, in turn on a whole tile each (ping-pong): WGMMA, then the epilogue, which
                 fetches by TMA what it reads besides (the saved pre-activation)
 
@@ -35,7 +36,7 @@ import cutlass.cute as cute
 import cutlass.memory as cutlass_memory
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr, range_constexpr
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
@@ -215,7 +216,7 @@ class GroupedGemm:
         taken = None
         if const_expr(self.dynamic):
             numbers = memory.numbers.get_tensor(cute.make_layout(tickets.DEPTH))
-            taken = tickets.make(counter, memory.tickets.data_ptr(), numbers, 4)
+            taken = tickets.make(counter, memory.tickets.data_ptr(), numbers, 4 + self.epilogue.attended)
         pipe = pipeline.PipelineTmaAsync.create(
             num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
@@ -234,12 +235,22 @@ class GroupedGemm:
         width = self.tile_n // self.halves
         column_tiles = (cute.size(tma_w, mode=[0]) + width - 1) // width
         walk = Walk(offsets, offsets.shape[0] - 1, column_tiles, cta, ctas, taken)
+        filled = memory.filled.data_ptr()
+        sinks = tuple(epilogue.Sink(*sink) for sink in ((atom_0, tma_0), (atom_1, tma_1), (atom_2, tma_2)))
         if group_of_warps == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
                 self.produce(pipe, ring, epilogue.Source(atom_x, tma_x), epilogue.Source(atom_w, tma_w), table, walk)
             if warp >= 2:
                 self.zero_tail(args, walk, memory.zeros.get_tensor(cute.make_layout(bulk.ZERO_BYTES // 4)), warp)
+            if const_expr(self.epilogue.attended):
+                if warp == 1 or warp == 2:
+                    consumer = warp - 1
+                    first, saved = consumer * self.epilogue.pieces, epilogue.Source(atom_e, tma_e)
+                    room = epilogue.Room(
+                        tiles, first, None, None, sinks, saved, filled + consumer * SETS, thread, Boolean(True)
+                    )
+                    self.attend(room, args, walk, consumer)
         if group_of_warps > 0:
             cute.arch.setmaxregister_increase(self.registers[1])
             consumer = group_of_warps - 1
@@ -249,11 +260,11 @@ class GroupedGemm:
                 consumer * self.epilogue.pieces,
                 bias[None, consumer] if const_expr(self.has_bias(epilogue_args)) else None,
                 pipeline.NamedBarrier(barrier_id=group_of_warps, num_threads=128),
-                tuple(epilogue.Sink(*sink) for sink in ((atom_0, tma_0), (atom_1, tma_1), (atom_2, tma_2))),
+                sinks,
                 epilogue.Source(atom_e, tma_e),
-                memory.filled.data_ptr() + consumer * SETS,
+                filled + consumer * SETS,
                 thread % 128,
-                warp % 4 == 0,
+                Boolean(False) if const_expr(self.epilogue.attended) else warp % 4 == 0,
             )
             self.consume(pipe, ring, mma, room, args, alpha, walk, consumer)
 
@@ -327,6 +338,19 @@ class GroupedGemm:
         else:
             for sums in [out for out in zeroed if out.element_type.width == 32]:
                 epilogue.zero_sums(sums, first, walk.cta * 32 + cute.arch.lane_idx(), walk.ctas * 32)
+
+    @cute.jit
+    def attend(self, room, args, walk: Walk, consumer):
+        """Warps 1 and 2: the tiles of a consumer warpgroup."""
+        entry, group, first = Int32(consumer), Int32(0), Int32(0)
+        number = self.number(walk, entry)
+        group, first = self.seek(walk, number, group, first)
+        while group < walk.groups:
+            tile = self.locate(walk, number, group, first)
+            self.epilogue.attend(args, tile, room)
+            entry += CONSUMERS
+            number = self.number(walk, entry)
+            group, first = self.seek(walk, number, group, first)
 
     @cute.jit
     def consume(self, pipe, ring: Ring, mma, room, args, alpha, walk: Walk, consumer):
@@ -406,7 +430,7 @@ def make_epilogue(options: Options):
         return activate(options.activation, cut, config.pieces, *blocks, options.zero_tail)
     if options.mxfp8:
         differentiate = DifferentiateKept if options.quantized_preact else DifferentiateMxfp8
-        return differentiate(options.activation, cut, options.rowwise, options.columnwise, options.keeps)
+        return differentiate(options.activation, cut, options.rowwise, options.columnwise, options.keeps, options.has_dbias)
     return Differentiate(options.activation, cut, options.preact_interleave, options.keeps, options.zero_tail)
 
 

@@ -7,6 +7,7 @@ formed in FP32 and rounded once to BF16, where it is exact above BF16's subnorma
 An amax is kept as the bits of |x|, as in `fp8_scales`.
 """
 
+import cutlass
 from cutlass import Float32, Int32, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op, select_
@@ -17,6 +18,7 @@ BLOCK = 32
 ONE_OVER_LARGEST = 1 / 448
 TINY = 0x00400000  # bits of 2^-127: the scale of byte 0, and one over that of byte 254
 NAN = 0x7FC00000
+LARGEST = 254 << 23  # bits of 2^127: the scale of byte 254
 
 
 @dsl_user_op
@@ -45,6 +47,17 @@ def encode_factor(byte):
 def decode_factor(byte):
     """2^(byte - 127), FP32; what 255 gives multiplies NaN only."""
     return Int32(select_(byte == 0, Int32(TINY), byte << 23)).bitcast(Float32)
+
+
+def factors(amax):
+    """(`encode_factor`, `decode_factor`) of the scale of a block with the largest magnitude amax, FP32, as bits: neither
+    needs more than the upper half. What decodes is finite where amax is NaN.
+    """
+    bits = product(amax, Float32(ONE_OVER_LARGEST)).bitcast(Int32)
+    power = cutlass.min((bits + 0x7FFFFF) & 0x7F800000, Int32(LARGEST))  # as in `scale_byte`
+    power = Int32(select_(bits <= TINY, Int32(0), power))
+    encode = cutlass.max(Int32(LARGEST) - power, Int32(TINY))
+    return Int32(select_(bits > 0x7F800000, Int32(NAN), encode)), cutlass.max(power, Int32(TINY))
 
 
 def _asm(result, operands, text: str, constraints: str, loc, ip):
@@ -77,11 +90,18 @@ def restored(first, second, encode, decode, *, loc=None, ip=None):
 
 @dsl_user_op
 def restored_apart(first, second, encode, decode, *, loc=None, ip=None):
-    """The same with a scale each: `encode` and `decode` are pairs."""
-    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (first, second, *encode, *decode)]
-    steps = (_QUANTISE + _RESTORE).format(encode=("$3", "$4"), decode=("$5", "$6"))
-    text = f"{{ {_REGISTERS} mov.b32 x0, $1; mov.b32 x1, $2; {steps} }}"
-    return Uint32(_asm(T.i32(), operands, text, "=r,f,f,f,f,f,f", loc, ip))
+    """The same with a scale each: `encode` is a pair, `decode` a word of two BF16 values, which are multiplied as such:
+    rounded once too.
+    """
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (first, second, *encode)]
+    operands.append(Uint32(decode).ir_value(loc=loc, ip=ip))
+    text = f"""{{ {_REGISTERS} mov.b32 x0, $1; mov.b32 x1, $2; {_QUANTISE.format(encode=("$3", "$4"))}
+        cvt.rn.f16x2.e4m3x2 word, pair;
+        mov.b32 {{low, high}}, word;
+        cvt.f32.f16 x0, low; cvt.f32.f16 x1, high;
+        cvt.rn.bf16x2.f32 word, x1, x0;
+        mul.rn.bf16x2 $0, word, $5; }}"""
+    return Uint32(_asm(T.i32(), operands, text, "=r,f,f,f,f,r", loc, ip))
 
 
 @dsl_user_op

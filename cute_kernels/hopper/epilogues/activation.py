@@ -32,6 +32,7 @@ class Activate:
     """Round to the pre-activation, store it if wanted, apply f and the row's factor, round, store."""
 
     fetched = 0
+    attended = False
 
     def __init__(self, facts, cut: epilogue.Cut, pieces: int, glu_interleave: int, block: int, zero_tail: bool):
         self.facts, self.cut, self.pieces, self.zero_tail = facts, cut, pieces, zero_tail

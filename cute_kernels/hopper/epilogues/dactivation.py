@@ -53,6 +53,8 @@ def fill(
 class Differentiate:
     """The gradient of an activation, formed from FP32 sums and the saved pre-activation."""
 
+    attended = False
+
     def __init__(self, facts, cut: epilogue.Cut, block: int, has_act: bool, zero_tail: bool):
         self.facts, self.cut, self.has_act, self.zero_tail = facts, cut, has_act, zero_tail
         self.curve = functions(facts.kind)

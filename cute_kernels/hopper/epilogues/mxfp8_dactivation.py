@@ -8,48 +8,69 @@ a tile are a block; what lies past the group's end counts as zero. Sums of dprea
 quantised, go to the slots that `rowwise_kernel.ColumnSums` has for them.
 
 A piece of 64 rows x 32 columns is worked on as a whole, 16 values of each result a thread. A row's block is in four
-threads. A column's is in eight lanes of two warps: each lane ends up with one column of its warp's 16 rows, leaves the
-maximum to the other warp, and passes the scale's byte, of all results in one word, round to the lanes that need it.
+threads, each of which works out the scale of one of the four blocks that they share, and passes it round. A column's is
+in eight lanes of two warps: each lane ends up with one column of its warp's 16 rows, leaves the maximum to the other
+warp, and the factors of that column, once known, to its own warp.
 
 Pieces of a warpgroup: two sets that TMA fills with the pre-activation, over which the rows copy is written; one each
-for the columns copies of gate, up and act; one for the maxima. Those are written again only once the leading warp has
-seen them leave, and has met the others over the maxima of the next piece.
+for the columns copies of gate, up and act; one for maxima and factors, and one for sums, if any. A warp of the producer
+warpgroup attends to it: it fetches the sets, and sends what is written. They meet twice a piece:
+
+    free        128 threads wait for the attending warp, which comes when what was sent of the piece before has been
+                read: the columns copies may be written, and what the others left (maxima, sums) read
+    written     the attending warp waits for 128 threads, which go on with the next piece
+
+So maxima and sums have two places, in turn: those of the next piece are written while others still read. A warp's
+factors lie where its maxima of the piece before did: who read them has been at `free` since.
 """
 
-import functools
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Uint32, range_constexpr
+import cutlass.pipeline as pipeline
+from cutlass import BFloat16, Boolean, Float32, Int32, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.cutlass_dsl import select_
 
-from cute_kernels.hopper.configs import SETS
+from cute_kernels.hopper.configs import CONSUMERS, SETS
 from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.dactivation import Differentiate, write_row_sum
-from cute_kernels.hopper.epilogues.mxfp8_activation import CHUNKS, row_factors
+from cute_kernels.hopper.epilogues.eights import largest
+from cute_kernels.hopper.epilogues.mxfp8_activation import CHUNKS
+from cute_kernels.hopper.epilogues.preact import chosen_halves
 from cute_kernels.hopper.epilogues.quantized import larger, where
-from cute_kernels.hopper.mxfp8_scales import decode_factor, encode_factor, restored, restored_apart, scale_byte
+from cute_kernels.hopper.mxfp8_scales import factors, restored_apart
 
 WIDTH = 2 * CHUNKS
 """Columns of a piece that a thread has values of."""
 PIECE_WORDS = epilogue.ROWS * epilogue.COLS // 2
+WARPS = 4
+RESULTS = 3
+"""The most columns copies."""
+OWN = RESULTS * epilogue.COLS
+"""Words of a warp's maxima of a piece."""
+DECODES = 2 * WARPS * OWN
+"""Where, in the piece of maxima, the factors that decode are: half words."""
+UPPER = 0xFFFF0000
+"""Of a word, the upper half."""
+FOURS = 0x1C1F
+"""Of a shuffle: lanes are counted within four neighbours."""
+FREE, WRITTEN = 1 + 2 * CONSUMERS, 1 + 3 * CONSUMERS
+"""The first warpgroup's barriers (see the module); those of `grouped_gemm_kernel` are below."""
 
 
 class DifferentiateMxfp8(Differentiate):
     """The gradient of an activation and the recomputed activation, quantised."""
 
-    in_place = True
-    """Whether a thread reads of the pre-activation what it writes of the rows copy."""
+    attended = True
 
-    def __init__(self, facts, cut: epilogue.Cut, has_rows: bool, has_columns: bool, has_act: bool):
+    def __init__(self, facts, cut: epilogue.Cut, has_rows: bool, has_columns: bool, has_act: bool, has_sums: bool):
         super().__init__(facts, cut, 0, has_act, True)
         self.has_rows, self.has_columns = has_rows, has_columns
         self.set = self.inputs
-        self.results = self.inputs * has_columns + has_act
-        """Of columns copies, pieces."""
         self.first_result = SETS * self.set
         self.maxima = self.first_result + self.inputs + 1
-        self.pieces = self.maxima + 1
+        self.pieces = self.maxima + 1 + has_sums
 
     class Args(NamedTuple):
         rows: cute.Tensor | None
@@ -71,170 +92,206 @@ class DifferentiateMxfp8(Differentiate):
         """Nobody reads the others' tails."""
         return () if args.partial is None else (args.partial,)
 
-    def finish_block(self, args, acc, tile, another, room, words, phase):
-        cut, dtype = self.cut, BFloat16
-        factors = epilogue.row_factors([0], args.probs, tile, room)
-        factors = [1.0, 1.0] if factors is None else [factor.to(dtype).to(Float32) for factor in factors]
-        rows, zero = [tile.row + room.row() + 8 * row for row in range(2)], Int32(Uint32(tile.end) >> 31)
+    def meeting(self, first: int, room):
+        """Of the warpgroup and who attends to it."""
+        return pipeline.NamedBarrier(barrier_id=first + room.first // self.pieces, num_threads=128 + 32)
+
+    @cute.jit
+    def attend(self, args, tile, room):
+        """What the attending warp does for a tile."""
+        count = self.cut.tile_n // epilogue.COLS
+        Differentiate.load(self, args, tile, room)
+        for block in cutlass.range(self.cut.blocks, unroll=1):
+            rows = tile._replace(row=tile.row + block * epilogue.ROWS)
+            another = Boolean(block < self.cut.blocks - 1)
+            for number in range_constexpr(count):
+                self.meeting(FREE, room).arrive()
+                self.meeting(WRITTEN, room).arrive_and_wait()
+                column = tile.column_tile * self.cut.tile_n + number * epilogue.COLS
+                self.send(room, rows, column, number % SETS * self.set)
+                if const_expr(number + SETS < count):
+                    self.fill(number + SETS, rows.row, tile, room, room.leads)
+                elif const_expr(self.cut.blocks > 1):
+                    self.fill(number + SETS - count, rows.row + epilogue.ROWS, tile, room, room.leads & another)
+
+    def load(self, args, tile, room):
+        """The factors of this thread's rows, before the products: nothing waits for them."""
+        return epilogue.row_factors(range(self.cut.blocks), args.probs, tile, room)
+
+    @cute.jit
+    def finish(self, args, held, acc, tile, room, phase):
+        """As the BF16 kernel's."""
+        words = epilogue.Words(room)
+        for block in cutlass.range(self.cut.blocks, unroll=1):
+            rows = tile._replace(row=tile.row + block * epilogue.ROWS)
+            probs = [Float32(1.0), Float32(1.0)]
+            if const_expr(held is not None):
+                probs = [where(block == 0, *pair) for pair in zip(held[:2], held[-2:], strict=True)]
+                probs = [prob.to(BFloat16).to(Float32) for prob in probs]
+            phase = self.finish_rows(args, probs, acc, rows, room, words, phase)
+            if const_expr(self.cut.blocks > 1):
+                now, later = (epilogue.part(acc, half, self.cut.tile_n // 2) for half in range(2))
+                now.store(later.load())
+        return phase
+
+    def finish_rows(self, args, probs, acc, tile, room, words, phase):
+        """The first block of sums, which belong to rows tile.row..; returns the phase of the next one."""
+        rows = [tile.row + room.row() + 8 * row for row in range(2)]
         totals = [Float32(0.0), Float32(0.0)]
-        read = self.reader(args, tile, words, dtype, room)
-        count = cut.tile_n // epilogue.COLS
+        read = self.reader(args, tile, words, room)
+        count = self.cut.tile_n // epilogue.COLS
         for number in range(count):
-            slot, first = number % SETS, number % SETS * self.set
+            slot, place = number % SETS, number % 2
             cute.arch.mbarrier_wait(room.filled + slot, phase ^ (number // SETS % 2))
-            sums = cut.take(acc, 0, number * epilogue.COLS)
-            values = self.differentiate(sums, functools.partial(read, number), factors, totals, Uint32(zero))
-            wanted = values[: self.inputs] * self.has_columns + values[self.inputs :]
-            later = zero if self.in_place else zero & totals[1].bitcast(Int32)
-            own = self.leave_maxima(wanted, rows, tile.end, later, words, room)
+            sums = self.cut.take(acc, 0, number * epilogue.COLS)
+            values = self.differentiate(sums, number, read, probs, totals)
+            slopes = values[: self.inputs]
+            wanted = slopes * self.has_columns + values[self.inputs :]
+            own = self.leave_maxima(wanted, rows, tile, place, words, room)
             if args.sums is not None:
-                self.leave_sums(values[: self.inputs], rows, tile.end, words, room)
-            if self.has_rows and self.in_place:
-                self.put_rows(values[: self.inputs], words, first)
-            if wanted or not self.in_place:
-                room.barrier.arrive_and_wait()
-            if self.has_rows and not self.in_place:
-                self.put_rows(values[: self.inputs], words, first)
+                self.leave_sums(slopes, rows, tile.end, place, words, room)
+            self.meeting(FREE, room).arrive_and_wait()
+            self.leave_factors(own, place, words, room)
+            if self.has_rows:
+                self.put_rows(slopes, words, slot * self.set, room)
             if wanted:
-                if args.sums is not None:
-                    self.put_sums(args, tile, tile.column_tile * cut.tile_n + number * epilogue.COLS, words, room)
-                self.put_columns(wanted, own, Uint32(zero), words, room)
+                cute.arch.sync_warp()
+                self.put_columns(wanted, place, words, room)
+            if args.sums is not None:
+                column = tile.column_tile * self.cut.tile_n + number * epilogue.COLS
+                self.put_sums(args, tile, column, place, words, room)
             cute.arch.fence_proxy("async.shared", space="cta")
-            room.barrier.arrive_and_wait()
-            self.send(room, tile, tile.column_tile * cut.tile_n + number * epilogue.COLS, first)
-            if number + SETS < count:
-                self.fill(number + SETS, tile.row, tile, room, room.leads)
-            elif cut.blocks > 1:
-                self.fill(number + SETS - count, tile.row + epilogue.ROWS, tile, room, room.leads & another)
+            self.meeting(WRITTEN, room).arrive()
         if args.partial is not None:
             for at, total in zip(rows, totals, strict=True):
                 write_row_sum(args.partial, total, at, tile.end, tile.column_tile, room.thread)
         return phase ^ (count // SETS % 2)
 
-    def reader(self, args, tile, words, dtype, room):
-        """read(piece, row, chunk, zero) -> of each input of the function a pair of columns."""
+    def reader(self, args, tile, words, room):
+        """read(piece, row, chunk) -> of each input of the function a pair of columns, in FP32."""
 
-        def read(number: int, row: int, chunk: int, zero):
+        def read(number: int, row: int, chunk: int):
             first = number % SETS * self.set
             fetched = [words.at(first + piece, row, at)[0] for piece, at in self.preact.eights_of(chunk)]
-            return [epilogue.unpacked(word ^ zero, dtype) for word in fetched]
+            return [[(word << 16).bitcast(Float32), (word & Uint32(UPPER)).bitcast(Float32)] for word in fetched]
 
         return read
 
-    def differentiate(self, sums, read, factors, totals, zero):
-        """A thread's values of gate, up and act (if it is wanted), each [row][column]; adds dA·f to the totals.
-
-        zero: nobody but us knows that it is; so half a row waits for the half before, and registers suffice.
-        """
-        values = [[[None] * WIDTH for _ in range(2)] for _ in range(self.inputs + self.has_act)]
+    def differentiate(self, sums, number: int, read, probs, totals):
+        """A thread's values of gate, up and act (if it is wanted), each [row][column]; adds dA·f to the totals."""
+        values: list[Any] = [[[None] * WIDTH for _ in range(2)] for _ in range(self.inputs + self.has_act)]
         for row in range(2):
             for chunk in range(CHUNKS):
-                if chunk % 2 == 0:
-                    later = zero & (totals[row] if chunk else totals[0]).bitcast(Uint32)
-                pairs = read(row, chunk, later)
+                pairs = read(number, row, chunk)
                 for e in range(2):
                     grad = sums[4 * chunk + 2 * row + e]
-                    value, *slopes = self.curve.backward(self.facts, *(pair[e].to(Float32) for pair in pairs))
+                    value, *slopes = self.curve.backward(self.facts, *(pair[e] for pair in pairs))
                     totals[row] = totals[row] + grad * value
-                    scaled = grad * factors[row]
-                    results = [scaled * slope for slope in slopes] + [value * factors[row]] * self.has_act
+                    scaled = grad * probs[row]
+                    results = [scaled * slope for slope in slopes] + [value * probs[row]] * self.has_act
                     for result, found in zip(values, results, strict=True):
                         result[row][2 * chunk + e] = found
         return values
 
-    def put_rows(self, values, words, first):
+    def put_rows(self, values, words, first, room):
         """The rows copies, over what was fetched."""
+        found = shared([largest(result[row]) for result in values for row in range(2)], room.thread, (2, 1), larger)
+        encode, decode = factors(found)
+        packed, lanes = Uint32(encode) | Uint32(decode) >> 16, 4 // (2 * self.inputs)
         for piece, result in enumerate(values):
             for row in range(2):
-                encode, decode = row_factors(result[row])
+                lane = lanes * (2 * piece + row)
+                both = Uint32(cute.arch.shuffle_sync(packed, offset=lane, mask_and_clamp=FOURS))
+                encodes = [(both & Uint32(UPPER)).bitcast(Float32)] * 2
+                decodes = chosen_halves(both, both, Int32(0x1010))
                 for chunk in range(CHUNKS):
                     pair = result[row][2 * chunk : 2 * chunk + 2]
-                    words.at(first + piece, row, chunk)[0] = restored(*pair, encode, decode)
+                    words.at(first + piece, row, chunk)[0] = restored_apart(*pair, encodes, decodes)
 
-    def leave_maxima(self, wanted, rows, end, zero, words, room):
+    def leave_maxima(self, wanted, rows, tile, place: int, words, room):
         """The largest magnitude of this lane's column in the 16 rows of its warp, of each result; also for the other
         warp.
         """
-        own: list[Any] = []
+        if not wanted:
+            return []
+        values = cute.make_rmem_tensor((len(wanted), 2, WIDTH), Float32)
         for index, result in enumerate(wanted):
-            later = zero & own[-1].bitcast(Int32) if own else zero  # one after the other: registers
-            bounds = [row + later for row in rows]
-            own.append(self.own_column(result, [bound < end for bound in bounds], room.thread % 32))
-            self.word(words, index, room.thread // 32, room)[0] = own[-1].bitcast(Uint32)
+            for row in range(2):
+                for k in range(WIDTH):
+                    values[index, row, k] = result[row][k]
+        found = cute.make_rmem_tensor((len(wanted), WIDTH), Float32)
+        larger_rows(found, values, rows, tile.row, tile.end, len(wanted))
+        own = []
+        for index in range(len(wanted)):
+            own.append(shared([found[index, k] for k in range(WIDTH)], room.thread, (16, 8, 4), larger))
+            self.word(words, place, index, room.thread // 32, room)[0] = own[-1].bitcast(Uint32)
         return own
 
-    def leave_sums(self, values, rows, end, words, room):
+    def leave_factors(self, own, place: int, words, room):
+        """The factors of this lane's column of each result, for its warp: in the order of who reads them."""
+        warp, lane = room.thread // 32, room.thread % 32
+        order = lane % 4 * WIDTH + lane // 4
+        others = [self.word(words, place, index, warp ^ 1, room)[0] for index in range(len(own))]
+        for index, (amax, other) in enumerate(zip(own, others, strict=True)):
+            encode, decode = factors(larger(amax, other.bitcast(Float32)))
+            encodes, decodes = self.tables(words, place, index, warp)
+            cute.make_tensor(encodes + order, cute.make_layout(1))[0] = Uint32(encode)
+            halves = cute.recast_ptr(decodes, dtype=Uint16)
+            cute.make_tensor(halves + order, cute.make_layout(1))[0] = Uint16(Uint32(decode) >> 16)
+
+    def put_columns(self, wanted, place: int, words, room):
+        """The columns copies, into their pieces."""
+        quarter = room.thread % 4
+        for index, result in enumerate(wanted):
+            encodes, decodes = self.tables(words, place, index, room.thread // 32)
+            encode = run_of(encodes + quarter * WIDTH, WIDTH)
+            decode = run_of(decodes + quarter * (WIDTH // 2), WIDTH // 2)
+            for chunk in range(CHUNKS):
+                at = range(2 * chunk, 2 * chunk + 2)
+                both = [encode[k].bitcast(Float32) for k in at]
+                for row in range(2):
+                    word = restored_apart(*(result[row][k] for k in at), both, decode[chunk])
+                    words.at(self.first_result + index, row, chunk)[0] = word
+
+    def leave_sums(self, values, rows, end, place: int, words, room):
         """The sum of this lane's column over the 16 rows of its warp, of gate and up, for the first warps."""
         there = [row < end for row in rows]
         for index, result in enumerate(values):
             parts = [[where(t, x, Float32(0.0)) for x in each] for t, each in zip(there, result, strict=True)]
-            total = self.one_column([a + b for a, b in zip(*parts, strict=True)], room.thread % 32, lambda a, b: a + b)
-            self.word(words, self.inputs + 1 + index, room.thread // 32, room)[0] = total.bitcast(Uint32)
+            added = [a + b for a, b in zip(*parts, strict=True)]
+            total = shared(added, room.thread, (16, 8, 4), lambda a, b: a + b)
+            self.sum_word(words, place, index, room.thread // 32, room)[0] = total.bitcast(Uint32)
 
     @cute.jit
-    def put_sums(self, args, tile, column, words, room):
+    def put_sums(self, args, tile, column, place: cutlass.Constexpr, words, room):
         """Warp 0 those of gate, warp 1 those of up: the four warps' sums, in order."""
         width = args.sums.shape[1] // self.inputs
         first = args.offsets[tile.group]
         slot = first // epilogue.ROWS + tile.group + (tile.row - first) // epilogue.ROWS
+        lane = room.thread % 32
         for index in range_constexpr(self.inputs):
-            there = column + self.column(room)
+            there = column + lane // 8 * 8 + lane % 4 * 2 + lane // 4 % 2
             if room.thread // 32 == index and there < width:
                 total = Float32(0.0)
-                for warp in range_constexpr(4):
-                    total += self.word(words, self.inputs + 1 + index, warp, room)[0].bitcast(Float32)
+                for warp in range_constexpr(WARPS):
+                    total += self.sum_word(words, place, index, warp, room)[0].bitcast(Float32)
                 args.sums[slot, index * width + there] = total
 
-    def put_columns(self, wanted, own, zero, words, room):
-        """The columns copies, into their pieces."""
-        packed = Uint32(0)
-        for index, amax in enumerate(own):
-            other = self.word(words, index, room.thread // 32 ^ 1, room)[0].bitcast(Float32)
-            packed = packed | Uint32(scale_byte(larger(amax, other).bitcast(Int32))) << (8 * index)
-        for chunk in range(CHUNKS):
-            at = slice(2 * chunk, 2 * chunk + 2)
-            bytes_ = [self.passed_on(packed, k, room) for k in range(2 * chunk, 2 * chunk + 2)]
-            for index, result in enumerate(wanted):
-                both = [Int32(byte >> (8 * index) & Uint32(0xFF)) for byte in bytes_]
-                encode, decode = [encode_factor(byte) for byte in both], [decode_factor(byte) for byte in both]
-                for row in range(2):
-                    word = restored_apart(*result[row][at], encode, decode)
-                    words.at(self.first_result + index, row, chunk)[0] = word
-            packed = packed | zero & word  # the next ones wait: registers
-
-    def passed_on(self, packed, k: int, room):
-        """The scales of the k-th of this thread's columns."""
-        return Uint32(cute.arch.shuffle_sync(packed, offset=room.thread % 4 + 4 * k))
-
-    def word(self, words, index: int, warp, room):
+    def word(self, words, place: int, index: int, warp, room):
         """Where a warp leaves the maximum of a result's column, that of this lane."""
-        base = words.base + self.maxima * PIECE_WORDS
-        return cute.make_tensor(base + (index * 4 + warp) * epilogue.COLS + self.column(room), cute.make_layout(1))
+        start = words.base + self.maxima * PIECE_WORDS + (place * WARPS * OWN + index * epilogue.COLS)
+        return cute.make_tensor(start + warp * OWN + room.thread % 32, cute.make_layout(1))
 
-    def column(self, room):
-        """Of a piece, the column that `one_column` leaves to this lane."""
-        lane = room.thread % 32
-        return lane // 8 * 8 + lane % 4 * 2 + lane // 4 % 2
+    def sum_word(self, words, place: int, index: int, warp, room):
+        """The same of sums."""
+        start = words.base + (self.maxima + 1) * PIECE_WORDS + (place * self.inputs + index) * WARPS * epilogue.COLS
+        return cute.make_tensor(start + warp * epilogue.COLS + room.thread % 32, cute.make_layout(1))
 
-    def own_column(self, result, valid, lane):
-        """The largest magnitude of this lane's column in the 16 rows of this warp."""
-        found = []
-        for k in range(WIDTH):
-            first, second = (where(valid[row], result[row][k], Float32(0.0)) for row in range(2))
-            found.append(larger(first, second))
-        return self.one_column(found, lane, larger)
-
-    def one_column(self, found, lane, combine):
-        """What eight lanes have of 8 columns, combined: lane l gets that of the k-th of a thread's columns, k = l / 4.
-        In each step a lane keeps half of what it has.
-        """
-        for distance in (16, 8, 4):
-            upper, half = Boolean(lane & distance != 0), len(found) // 2
-            kept = [Float32(select_(upper, found[half + i], found[i])) for i in range(half)]
-            sent = [Float32(select_(upper, found[i], found[half + i])) for i in range(half)]
-            given = [cute.arch.shuffle_sync_bfly(value, offset=distance) for value in sent]
-            found = [combine(*pair) for pair in zip(kept, given, strict=True)]
-        return found[0]
+    def tables(self, words, place: int, index: int, warp):
+        """Where a warp has what encodes and what decodes a result's columns, 8 of each of four threads."""
+        start = words.base + self.maxima * PIECE_WORDS
+        encodes = start + ((1 - place) * WARPS * OWN + index * epilogue.COLS) + warp * OWN
+        return encodes, start + (DECODES + index * epilogue.COLS // 2) + warp * (OWN // 2)
 
     def send(self, room, tile, column, first):
         """What is in the pieces leaves."""
@@ -255,3 +312,44 @@ class DifferentiateMxfp8(Differentiate):
             epilogue.send(room.leads, next(sinks), room.piece(result), tile, column, 0)
         epilogue.close(room.leads)
         epilogue.wait_sent(room.leads, 0)
+
+
+@cute.jit
+def larger_rows(found: cute.Tensor, values: cute.Tensor, rows, first, end, count: cutlass.Constexpr):
+    """found [result, column]: of values [result, row, column] the larger magnitude of both rows, `rows` of the block
+    that begins at `first`; rows from `end` on count as zero.
+    """
+    if first + epilogue.ROWS <= end:
+        for index in range_constexpr(count):
+            for k in range_constexpr(WIDTH):
+                found[index, k] = larger(values[index, 0, k], values[index, 1, k])
+    else:
+        for index in range_constexpr(count):
+            for k in range_constexpr(WIDTH):
+                one = where(rows[0] < end, values[index, 0, k], Float32(0.0))
+                other = where(rows[1] < end, values[index, 1, k], Float32(0.0))
+                found[index, k] = larger(one, other)
+
+
+def shared(found, thread, distances, combine):
+    """What lanes at these distances have, combined: of several values each lane gets one, the n-th 1/n of the lanes in
+    order. In each step a lane keeps half of what it has.
+    """
+    for distance in distances:
+        if len(found) == 1:
+            found = [combine(found[0], cute.arch.shuffle_sync_bfly(found[0], offset=distance))]
+            continue
+        upper, half = Boolean(thread & distance != 0), len(found) // 2
+        kept = [Float32(select_(upper, found[half + i], found[i])) for i in range(half)]
+        sent = [Float32(select_(upper, found[i], found[half + i])) for i in range(half)]
+        given = [cute.arch.shuffle_sync_bfly(value, offset=distance) for value in sent]
+        found = [combine(*pair) for pair in zip(kept, given, strict=True)]
+    return found[0]
+
+
+def run_of(start, count: int):
+    """`count` words of shared memory, four at a time."""
+    source = cute.make_ptr(Uint32, start.toint(), cute.AddressSpace.smem, assumed_align=16)
+    held = cute.make_rmem_tensor((count,), Uint32)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), held)
+    return held

@@ -118,14 +118,12 @@ class ActivateKept(ActivateMxfp8):
 class DifferentiateKept(DifferentiateMxfp8):
     """The gradient at a pre-activation that was kept quantised."""
 
-    in_place = False
-
     def fill(self, number: int, row, tile, room, leads):
         slot, column = number % SETS, tile.column_tile * self.cut.tile_n + number * epilogue.COLS
         pieces = in_bytes(room)
         fill(leads, pieces, row, column, 2 * slot * self.set, room.filled + slot, self.inputs, True)
 
-    def reader(self, args, tile, words, dtype, room):
+    def reader(self, args, tile, words, room):
         first = tile.column_tile * self.cut.tile_n
         place = scale_address(args.scales, self.inputs, first, tile, room)
         left = args.preact.shape[1] // self.inputs - first  # what only fills up a word may be anything
@@ -139,9 +137,9 @@ class DifferentiateKept(DifferentiateMxfp8):
             word = cute.arch.shuffle_sync(held, offset=2 * index + row, mask_and_clamp=FOURS)
             return decode_factor(Int32(Uint32(word) >> (8 * number) & Uint32(0xFF)))
 
-        def read(number: int, row: int, chunk: int, zero):
+        def read(number: int, row: int, chunk: int):
             set_ = 2 * (number % SETS * self.set)
-            found = [Uint32(pairs.at(set_ + index, row, chunk)[0]) ^ zero for index in range(self.inputs)]
+            found = [Uint32(pairs.at(set_ + index, row, chunk)[0]) for index in range(self.inputs)]
             return [wide_values(pair, factor(number, index, row)) for index, pair in enumerate(found)]
 
         return read

@@ -15,6 +15,7 @@ class Store:
     """Round and store. zero_tail: the rows of no group become zero."""
 
     fetched = 0
+    attended = False
 
     def __init__(self, cut: epilogue.Cut, pieces: int, zero_tail: bool):
         self.cut, self.pieces, self.zero_tail = cut, pieces, zero_tail
