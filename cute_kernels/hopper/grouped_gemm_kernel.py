@@ -243,7 +243,7 @@ class GroupedGemm:
                 self.produce(pipe, ring, epilogue.Source(atom_x, tma_x), epilogue.Source(atom_w, tma_w), table, walk)
             if warp >= 2:
                 self.zero_tail(args, walk, memory.zeros.get_tensor(cute.make_layout(bulk.ZERO_BYTES // 4)), warp)
-            if const_expr(self.epilogue.attended):
+            if const_expr(self.epilogue.attended):  # noqa: SIM102 (traced, then run)
                 if warp == 1 or warp == 2:
                     consumer = warp - 1
                     first, saved = consumer * self.epilogue.pieces, epilogue.Source(atom_e, tma_e)
@@ -430,7 +430,8 @@ def make_epilogue(options: Options):
         return activate(options.activation, cut, config.pieces, *blocks, options.zero_tail)
     if options.mxfp8:
         differentiate = DifferentiateKept if options.quantized_preact else DifferentiateMxfp8
-        return differentiate(options.activation, cut, options.rowwise, options.columnwise, options.keeps, options.has_dbias)
+        wanted = options.rowwise, options.columnwise, options.keeps, options.has_dbias
+        return differentiate(options.activation, cut, *wanted)
     return Differentiate(options.activation, cut, options.preact_interleave, options.keeps, options.zero_tail)
 
 

@@ -50,8 +50,8 @@ def decode_factor(byte):
 
 
 def factors(amax):
-    """(`encode_factor`, `decode_factor`) of the scale of a block with the largest magnitude amax, FP32, as bits: neither
-    needs more than the upper half. What decodes is finite where amax is NaN.
+    """(`encode_factor`, `decode_factor`) of the scale of a block with the largest magnitude amax, FP32, as bits: the
+    lower half of both is zero. What decodes is finite where amax is NaN.
     """
     bits = product(amax, Float32(ONE_OVER_LARGEST)).bitcast(Int32)
     power = cutlass.min((bits + 0x7FFFFF) & 0x7F800000, Int32(LARGEST))  # as in `scale_byte`

@@ -2,10 +2,10 @@
 
 args: (rows [T, 2I or I] or None, columns like it or None, act [T, I] or None, partial [T, tiles] FP32 or None, preact
 like rows, probs or None, sums [slots, 2I or I] FP32 or None, offsets, scales of a quantised preact or None: see
-`mxfp8_kept`). Of dpreact: blocks of 1x32 in rows, for the
-input's gradient; of 32x1 in columns, as in act, for weight gradients. Tiles begin at a group's first row, so 32 rows of
-a tile are a block; what lies past the group's end counts as zero. Sums of dpreact's columns over 64 rows, which are not
-quantised, go to the slots that `rowwise_kernel.ColumnSums` has for them.
+`mxfp8_kept`). Of dpreact: blocks of 1x32 in rows, for the input's gradient; of 32x1 in columns, as in act, for weight
+gradients. Tiles begin at a group's first row, so 32 rows of a tile are a block; what lies past the group's end counts
+as zero. Sums of dpreact's columns over 64 rows, which are not quantised, go to the slots that
+`rowwise_kernel.ColumnSums` has for them.
 
 A piece of 64 rows x 32 columns is worked on as a whole, 16 values of each result a thread. A row's block is in four
 threads, each of which works out the scale of one of the four blocks that they share, and passes it round. A column's is
@@ -56,7 +56,7 @@ UPPER = 0xFFFF0000
 FOURS = 0x1C1F
 """Of a shuffle: lanes are counted within four neighbours."""
 FREE, WRITTEN = 1 + 2 * CONSUMERS, 1 + 3 * CONSUMERS
-"""The first warpgroup's barriers (see the module); those of `grouped_gemm_kernel` are below."""
+"""The first warpgroup's barriers (see the module), after those of `grouped_gemm_kernel`."""
 
 
 class DifferentiateMxfp8(Differentiate):
