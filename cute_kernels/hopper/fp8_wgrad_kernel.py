@@ -39,6 +39,9 @@ in another run, where the BF16 kernel took                        2.575  1.396  
     no promotion at all                                           1.394  0.854  0.395
     nor results                                                   1.340  0.726  0.287
     two warpgroups, 128 x 256, two chunks of columns (before)     2.268  1.527  0.589
+in a third run, where this kernel took                        1.949  1.114  0.458
+    two warpgroups, each 128 x 96 of 128 x 192, no overlap      1.965  1.168  0.499
+    the same, one 64 x 96 promoted beside the other's product   2.147  1.268  0.522
 All right ones give the same bits. What scales of columns cost is less their multiplication than to read them: shared
 memory returns 32 words a cycle, the same word to several lanes or not, so a pair of scales takes a warp two cycles and
 four of them four, and more than half of the cycles are the products'. Packed scales need a quarter or half of them, and

@@ -20,8 +20,8 @@ Roles, one CTA per SM, 384 threads, each role walking the same schedule:
 Pipelines:
     ring    warp 0 -> the 4 consumer warps of the tile (one arrival each), `stages` deep, one transaction count for x
             and W boxes; a warpgroup skips the stages of the other's tile
-    filled  a warpgroup -> itself: a transaction barrier for each of its two sets of fetched pieces; the first two of a
-            tile are asked for before its products
+    filled  a warpgroup, or the warp that attends to it, -> the warpgroup: a transaction barrier for each of its two
+            sets of fetched pieces; the first two of a tile are asked for before its products
     turns   two named barriers of 256 threads: a warpgroup waits at its own before it multiplies; the other arrives
             there when it has issued its last product, and once before the first tile
 
