@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import statistics
@@ -189,9 +190,10 @@ def plot(rows: list[dict[str, Any]], heading: str, file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    layers = list(dict.fromkeys((row["shape"], row["dtype"]) for row in rows))
-    figure, axes = plt.subplots(1, len(layers), figsize=(4.6 * len(layers), 4), squeeze=False)
-    for panel, (shape, dtype) in zip(axes[0], layers, strict=True):
+    shapes, dtypes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("shape", "dtype"))
+    size = 4.6 * len(shapes), 3.8 * len(dtypes)
+    figure, axes = plt.subplots(len(dtypes), len(shapes), figsize=size, squeeze=False)
+    for panel, (dtype, shape) in zip(axes.flat, itertools.product(dtypes, shapes), strict=True):
         own = [row for row in rows if (row["shape"], row["dtype"]) == (shape, dtype)]
         for scheduler, colour in (("static", "tab:orange"), ("dynamic", "tab:blue")):
             points = [(r["sm_margin"], r["ms"]) for r in own if r["way"] == "in halves" and r["scheduler"] == scheduler]
