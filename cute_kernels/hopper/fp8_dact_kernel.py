@@ -67,7 +67,7 @@ from cute_kernels.hopper.grouped_gemm_kernel import matrix, strided_rows, vector
 from cute_kernels.hopper.operand_views import partition, rows_view
 from cute_kernels.hopper.schedule import Tile, locate, seek
 
-BOXES = 2
+W_BOXES = 2
 """W boxes of 64 rows in a stage."""
 STAGE_BYTES = BLOCK * BLOCK
 """Of one operand in a stage."""
@@ -159,7 +159,7 @@ class Fp8GroupedDact:
         tile, box = (BLOCK, BLOCK, BLOCK), (BLOCK, HALF_BLOCK, BLOCK)
         layout_x = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, stages)
         layout_w = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, stages)
-        layout_box = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, box, Float8E4M3FN, stages * BOXES)
+        layout_box = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, box, Float8E4M3FN, stages * W_BOXES)
         layout_s = cute.make_layout((SCALE_ROWS, 1, stages), stride=(1, 0, SCALE_STAGE))
         load = cpasync.CopyBulkTensorTileG2SOp()
         one = [cute.slice_(layout, (None, None, 0)) for layout in (layout_x, layout_box, layout_s)]
@@ -294,16 +294,16 @@ class Fp8GroupedDact:
             to_x, from_x = partition(x.atom, ring.x, tiles_x)
             to_s, from_s = partition(scales.atom, ring.scales, tiles_s)
             to_w, from_w = partition(w.atom, ring.w_boxes, tiles_w)
-            box = tile.group * (width // HALF_BLOCK) + BOXES * tile.column_tile
+            box = tile.group * (width // HALF_BLOCK) + W_BOXES * tile.column_tile
             self.prefetch(preact, tile, width)
             for k in cutlass.range(ring.tiles, unroll=1):
                 here = self.based(state, base)
                 pipe.producer_acquire(here)
                 full = pipe.producer_get_barrier(here)
                 cute.copy(x.atom, from_x[None, k], to_x[None, here.index], tma_bar_ptr=full)
-                for half in range_constexpr(BOXES):
+                for half in range_constexpr(W_BOXES):
                     cute.copy(
-                        w.atom, from_w[None, box + half, k], to_w[None, BOXES * here.index + half], tma_bar_ptr=full
+                        w.atom, from_w[None, box + half, k], to_w[None, W_BOXES * here.index + half], tma_bar_ptr=full
                     )
                 cute.copy(scales.atom, from_s[None, k], to_s[None, here.index], tma_bar_ptr=full)
                 state.advance()
@@ -385,7 +385,7 @@ class Fp8GroupedDact:
 
     def inputs_in(self, pipe, ring: Ring, stages: list):
         """What the epilogue has to know of them."""
-        first, distance = ring.x.iterator.toint(), self.stages * CONSUMERS * STAGE_BYTES
+        first, distance = ring.x.iterator.toint(), self.stages * CONSUMERS * STAGE_BYTES  # W's stages come after dy's
         return [
             eights.Inputs(first + stage.index * STAGE_BYTES, distance, lambda stage=stage: pipe.consumer_wait(stage))
             for stage in stages

@@ -33,7 +33,7 @@ from cute_kernels.mxfp8_reference import BLOCK, Mxfp8Copies, Mxfp8Weights, store
 
 MODULE = "cute_kernels.hopper.mxfp8_quantize_kernel"
 ARCH = SM90_MXFP8_QUANTIZE.arch
-WARPS = 16  # the kernel's constants of these names
+WARPS = 16  # as the kernel has, at most; of its pieces, as `quantize_pieces`
 COLUMNS = 4
 RESTORED_COLUMNS = 8
 

@@ -39,7 +39,6 @@ from cute_kernels.hopper.rowwise_kernel import row_matrix, vector_of
 
 WARPS = 16
 RESTORED_COLUMNS = 8
-GROUP_PADDING = 128
 
 
 class Copies(NamedTuple):

@@ -39,7 +39,7 @@ from cute_kernels.nvfp4_reference import BLOCK, Nvfp4Copies, Nvfp4Weights, store
 
 MODULE = "cute_kernels.hopper.nvfp4_quantize_kernel"
 ARCH = SM90_NVFP4_QUANTIZE.arch
-WARPS = 24  # the kernel's constants of these names
+WARPS = 24  # as the kernel has, at most; of its pieces, as `quantize_pieces`
 COLUMNS = 4
 RESTORED_COLUMNS = 8
 

@@ -42,6 +42,7 @@ class Differentiate(Gradient):
             if row % (ROWS // self.halves) == 0:
                 room.inputs[row * self.halves // ROWS].ready()
             inputs = self.fetch(args, row, tile, room)
+            cute.arch.sync_warp()  # of E4M3 inputs a lane will put values aside where its neighbours' were
             grads = self.sums_of(acc, row, tile, width, room)
             factor = eights.row_factor(args.probs, row, tile, room)
             results, total = self.differentiate(grads, inputs, factor)
@@ -58,9 +59,8 @@ class Differentiate(Gradient):
                 if half == 0:
                     for i, value in enumerate(values):
                         firsts[row * WIDTH + i] = value
-                else:
+                elif args.columns is not None:
                     room.put_aside(row, values)
-            cute.arch.sync_warp()
         if args.columns is not None:
             token = eights.record(room, 1)[3]
             copies = tuple(part._replace(token=token) for part in copies)
