@@ -56,7 +56,9 @@ class _Writer(_InPython):
     """
 
     dispatch: dict[Any, Any] = _InPython.dispatch.copy()
-    fast = True  # what was written is not looked up by its address
+
+    def memoize(self, obj: object) -> None:
+        """Nothing: pickle looks up by its address what was written before."""
 
     def save_tensor(self, t: Tensor) -> None:
         """As an archive, not by its storage, which is named after its address."""

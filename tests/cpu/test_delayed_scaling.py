@@ -108,14 +108,16 @@ def test_the_size_of_what_is_saved_is_that_of_the_scales() -> None:
     """Not of where they lie in memory: a checkpoint of shards is loaded only into a state of its size."""
 
     def saved(*amax: float) -> torch.Tensor:
-        recipe = DelayedScaling(amax_history_len=2, amax_compute_algo="".join(["most_", "recent"]))
-        scales = {"forward": scales_of(recipe, 2), "backward": scales_of(recipe, 2, E5M2)}
+        scales = {"forward": scales_of(recipes[0], 2), "backward": scales_of(recipes[1], 2, E5M2)}
         for each in scales.values():
             step(each, *amax)
         return saved_scales(scales)
 
+    # Of a configuration's file each has a string of its own.
+    recipes = [DelayedScaling(amax_history_len=2, amax_compute_algo="".join(["most_", "recent"])) for _ in range(2)]
     first, again, other = saved(1.0, 2.0), saved(1.0, 2.0), saved(1e-30, INF)
-    assert torch.equal(first, again) and len(first) == len(other)
+    recipes[1] = recipes[0]
+    assert torch.equal(first, again) and torch.equal(first, saved(1.0, 2.0)) and len(first) == len(other)
     wide = torch.arange(8.0)
     part = DelayedScales(wide[::4], wide.view(2, 4)[:, 1:3])
     loaded = loaded_scales(saved_scales({"forward": part}), {"forward": 2}, "op")["forward"]
