@@ -628,3 +628,22 @@ def test_parameters_that_somebody_replaces_are_seen(te: Any) -> None:
                 p.grad = None
                 p.data = torch.full_like(p, 0.01 * (i + 1))
     assert_alike(pair.train(), step(pair.ours, pair.mlp, pair.inputs))
+
+
+def test_main_grads_of_parameters_that_others_took_the_places_of(te: Any) -> None:
+    """The fuser knows those that were there first, which were frozen."""
+    pair = Pair(te, accumulate_into_main_grad=True)
+    pair.theirs.requires_grad_(False)
+    pair.train()
+    for linear in (pair.theirs[0], pair.theirs[2]):
+        for name, p in list(linear.named_parameters()):
+            setattr(linear, name, torch.nn.Parameter(p.detach().clone()))
+    for model in (pair.theirs, pair.ours):
+        for p in model.parameters():
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+    with around_their_fuser():
+        pair.train()
+    step(pair.ours, pair.mlp, pair.inputs)
+    for a, b in zip(pair.theirs.parameters(), pair.ours.parameters(), strict=True):
+        assert_bitwise_equal(a.main_grad, b.main_grad)
+    assert pair.theirs[0].weight0.main_grad.any()

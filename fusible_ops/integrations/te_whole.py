@@ -99,8 +99,8 @@ class _Run(torch.autograd.Function):
         state: Any,
         *tensors: Tensor,
     ) -> Tensor:
-        needs = (True, False, *ctx.needs_input_grad[5:]) if isinstance(call, Call) else ()
-        y = owned(joint.forward_of(call, x, extras, needs, True), x)
+        # Others may have taken the places of the parameters that the fuser knows: `ctx.needs_input_grad` is of those.
+        y = owned(joint.forward_of(call, x, extras, needs_of(call, extras, True), True), x)
         ctx.joint, ctx.call = joint, call
         ctx.state = state if state.is_first_fp8_module() else None
         ctx.save_for_backward(*saved_of(call))
