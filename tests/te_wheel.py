@@ -28,6 +28,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._triton import has_triton_package
 
 COMPILED = "transformer_engine_torch"
 ABSENT = (COMPILED, "triton", "onnxscript", "onnx", "nvdlfw_inspect", "pydantic", "einops", "cudnn", "flash_attn")
@@ -140,6 +141,7 @@ def _package(name: str, folder: str) -> types.ModuleType:
 def _nothing_compiled() -> Iterator[None]:
     spec = importlib.util.find_spec("transformer_engine")
     (folder,) = spec.submodule_search_locations  # type: ignore[union-attr, misc]
+    has_triton_package()  # torch remembers the answer, and would compile as if the empty package were one
     finder, known = _Finder(), {name for name in sys.modules if name.split(".")[0] in ABSENT}
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
     device = mock.patch.multiple(
