@@ -554,6 +554,21 @@ def test_checkpointing_recomputes(te: Any) -> None:
     assert_alike(pair.train(run), wanted)
 
 
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_compiled_model(te: Any, has_run: bool) -> None:
+    """Their fuser is called outside of its graphs, also where the first forward is compiled and plans."""
+    pair = Pair(te)
+    wanted = step(pair.ours, pair.mlp, pair.inputs)
+    if has_run:
+        assert_alike(pair.train(), wanted)
+        pair.theirs.zero_grad()
+    compiled = torch.compile(pair.theirs, backend="eager")
+    for planned in (has_run, True):
+        with around_their_fuser() if planned else contextlib.nullcontext():
+            assert_alike(pair.train(compiled), wanted)
+        pair.theirs.zero_grad()
+
+
 def test_explain_says_what_runs_what(te: Any) -> None:
     pair = Pair(te)
     text = plugin.explain(pair.theirs, "sm_90a")

@@ -39,9 +39,12 @@ def replace(fuser: Any, version: str) -> None:
 
     @functools.wraps(theirs)
     def call(self: Any, input: Any, *extra_inputs: Any, basic_op_kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return apart(self, input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
         made = None if basic_op_kwargs and any(basic_op_kwargs) else _called(self, State, input, extra_inputs)
         return theirs(self, input, *extra_inputs, basic_op_kwargs=basic_op_kwargs) if made is None else made
 
+    apart = torch.compiler.disable(call)  # planning and guards are not for a compiler's graph
     fuser.__call__ = call
 
 
@@ -56,7 +59,7 @@ def _called(fuser: Any, state: Any, x: Any, extra_inputs: Sequence[Any]) -> Tens
 
     state: their `FP8GlobalStateManager`.
     """
-    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active():
         return None
     records = torch.is_grad_enabled()
     if not isinstance(x, Tensor) or (records and not x.requires_grad):
