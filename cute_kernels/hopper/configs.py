@@ -73,6 +73,10 @@ class Config:
                 self.tile_m * self.tile_n <= SUMS.get(kind, 128 * 192),
                 "tiles must be smaller: a piece's results are in registers beside the sums",
             ),
+            (
+                kind != DACT_MXFP8_SUMS or self.tile_m == 64,
+                "tile_m must be 64: a slot for sums belongs to one block of rows, whose group has at least one",
+            ),
             (self.tile_k == 64, "tile_k must be 64: one 128-byte swizzle atom of 16-bit elements"),
             (self.stages >= 2, "stages must be at least 2: one is read while the next is filled"),
             (self.pieces >= pieces, f"pieces must be at least {pieces}: {what_for}"),

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cute_kernels.hopper.configs import (
+    DACT_MXFP8,
+    DACT_MXFP8_SUMS,
     MANY_ROWS,
     SMEM_BYTES,
     TILES,
@@ -108,6 +110,13 @@ def test_deepest_leaves_no_room_for_another_stage(shape: tuple[int, int], kind: 
 )
 def test_refusals_name_the_limit(config: Config, words: str) -> None:
     assert any(words in text for text in config.refusals("store"))
+
+
+def test_sums_of_a_quantised_gradient_take_one_block_of_rows() -> None:
+    config = Config(tile_m=128, tile_n=64, stages=4, pieces=9)
+    assert config.refusals(DACT_MXFP8, True) == ()
+    (text,) = config.refusals(DACT_MXFP8_SUMS, True)
+    assert text.startswith("tile_m")
 
 
 @pytest.mark.parametrize(

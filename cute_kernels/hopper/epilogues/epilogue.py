@@ -23,8 +23,8 @@ Hooks, in the order the main loop calls them:
     zeroed(args)            row-shaped results whose tail must be zero
     load(args, tile, room)                          before the products: what is needed per row and per column
     finish(args, held, acc, tile, room, phase)      after them; returns the phase of what is fetched next
-    attended                whether a warp besides fetches and sends, in
-    attend(args, tile, room)                        its part of a tile
+    attended                whether a warp of the producer warpgroup fetches and sends
+    attend(args, tile, room)                        what that warp does for a tile
 """
 
 from typing import Any, NamedTuple

@@ -44,6 +44,7 @@ from cute_kernels.hopper.mxfp8_scales import factors, restored_apart
 WIDTH = 2 * CHUNKS
 """Columns of a piece that a thread has values of."""
 PIECE_WORDS = epilogue.ROWS * epilogue.COLS // 2
+"""Pairs of values of a piece."""
 WARPS = 4
 RESULTS = 3
 """The most columns copies."""
@@ -120,7 +121,7 @@ class DifferentiateMxfp8(Differentiate):
 
     @cute.jit
     def finish(self, args, held, acc, tile, room, phase):
-        """As the BF16 kernel's."""
+        """Block by block of a tile's rows; what is fetched and sent, `attend` does."""
         words = epilogue.Words(room)
         for block in cutlass.range(self.cut.blocks, unroll=1):
             rows = tile._replace(row=tile.row + block * epilogue.ROWS)

@@ -21,18 +21,13 @@ from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.dactivation import fill
 from cute_kernels.hopper.epilogues.eights import over_row
 from cute_kernels.hopper.epilogues.mxfp8_activation import CHUNKS, ActivateMxfp8
-from cute_kernels.hopper.epilogues.mxfp8_dactivation import DifferentiateMxfp8
+from cute_kernels.hopper.epilogues.mxfp8_dactivation import FOURS, PIECE_WORDS, DifferentiateMxfp8
 from cute_kernels.hopper.mxfp8_scales import BLOCK, decode_factor, elements, encode_factor, scale_byte, wide_values
-
-FOURS = 0x1C1F
-"""Of a shuffle: lanes are counted within four neighbours."""
-PAIRS = epilogue.ROWS * epilogue.COLS // 2
-"""Pairs of a piece."""
 
 
 def in_bytes(room):
     """The same room with its pieces cut in two, of E4M3."""
-    layout = epilogue.staging_layout(2 * cute.size(room.staging) // (2 * PAIRS), Float8E4M3FN)
+    layout = epilogue.staging_layout(2 * cute.size(room.staging) // (2 * PIECE_WORDS), Float8E4M3FN)
     start = cute.recast_ptr(room.staging.iterator, layout.inner, dtype=Float8E4M3FN)
     return room._replace(staging=cute.make_tensor(start, layout.outer), first=2 * room.first)
 
@@ -47,7 +42,7 @@ class Pairs:
 
     def at(self, piece, row: int, chunk: int):
         """The pair in the thread's row (0, or 1: 8 below) and in columns 8 chunk to 8 chunk + 8, a tensor of one."""
-        offset = self.offsets[chunk // 2] + 4 * (chunk % 2) + piece * PAIRS + row * (8 * epilogue.COLS // 2)
+        offset = self.offsets[chunk // 2] + 4 * (chunk % 2) + piece * PIECE_WORDS + row * (8 * epilogue.COLS // 2)
         return cute.make_tensor(self.base + offset, cute.make_layout(1))
 
 
