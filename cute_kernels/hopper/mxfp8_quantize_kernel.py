@@ -168,11 +168,11 @@ class Quantize:
 
 
 class QuantizeRows(Quantize):
-    """Rows of groups."""
+    """Rows of groups. scattered: see `quantize_pieces`."""
 
-    def __init__(self, square: bool):
+    def __init__(self, square: bool, scattered: bool):
         super().__init__(square)
-        self.pieces = Pieces(BLOCK, WARPS, 1, scattered=True)
+        self.pieces = Pieces(BLOCK, WARPS, 1, scattered)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, offsets: cute.Tensor, padded: cute.Tensor, copies: tuple, grid: Int32, stream):
@@ -281,7 +281,8 @@ def build_rows(options):
         *(stored(columns) if options.stored else (None, None)),
     )
     x = row_matrix(BFloat16, rows, columns)
-    return QuantizeRows(options.square), (x, *places(), copies, Int32(1), make_fake_stream())
+    all_three = options.rowwise and options.columnwise and options.stored  # scattered, that would spill
+    return QuantizeRows(options.square, not all_three), (x, *places(), copies, Int32(1), make_fake_stream())
 
 
 def build_restore(options):
