@@ -37,6 +37,7 @@ from cutlass.cutlass_dsl import select_
 
 from cute_kernels.hopper.fp8_scales import BLOCK, add_half, exchanged, halves_of, max_halves, pack_scaled, scales
 from cute_kernels.hopper.operand_views import weight_view
+from cute_kernels.hopper.quantize_pieces import find
 from cute_kernels.hopper.rowwise_kernel import SPAN, ColumnSums, Teams, row_matrix, vector_of
 from cute_kernels.hopper.rowwise_kernel import THREADS as SUM_THREADS
 from cute_kernels.hopper.wgrad_operands import anew, ragged, tokens_of
@@ -356,25 +357,12 @@ class QuantizeRows(Tiles):
             self.work(ring, x, info, Copies(*copies), room, columns, walk, team, thread % WORKERS)
 
     @cute.jit
-    def find(self, padded, row):
-        """The group whose padded rows `row` lies among; 32 places are looked at together, by a whole warp."""
-        lane = cute.arch.lane_idx()
-        groups = padded.shape[0] - 1
-        low, span = Int32(0), Int32(groups)
-        while span > 1:
-            step = (span + 31) // 32
-            beyond = padded[cutlass.min(low + (lane + 1) * step, groups)] > row
-            low += cute.arch.popc(~cute.arch.vote_ballot_sync(beyond)) * step
-            span = step
-        return low
-
-    @cute.jit
     def produce(self, ring, x, info, source: Source, offsets, padded, walk: Walk):
         """One warp: where each tile's rows lie, and its load."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         for index in cutlass.range(walk.first, walk.rows * walk.columns, walk.step, unroll=1):
             row, column = self.place(walk, index)
-            group = self.find(padded, row * BLOCK)
+            group = find(padded, row * BLOCK)
             first = offsets[group] + row * BLOCK - padded[group]
             left = cutlass.min(offsets[group + 1] - first, BLOCK)
             # The producer's phase starts at 1, the teams' at 0.
