@@ -138,6 +138,10 @@ def halves_of(first, second, upper: bool, *, loc=None, ip=None):
     )  # fmt: skip
 
 
+FOURS = 0x1C1F
+"""Of a shuffle, mask and clamp: lanes are counted within four neighbours."""
+
+
 def exchanged(word, distance: int):
     """The word of the lane whose number differs in the bit `distance`."""
     return Uint32(cute.arch.shuffle_sync_bfly(word, offset=distance))

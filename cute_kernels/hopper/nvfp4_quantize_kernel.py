@@ -32,7 +32,7 @@ from cutlass.cutlass_dsl import select_
 
 from cute_kernels.hopper.epilogues.eights import load_global, load_shared, permuted, store_global, store_shared
 from cute_kernels.hopper.epilogues.quantized import larger
-from cute_kernels.hopper.fp8_scales import MAGNITUDES, bf16_bits, exchanged, halves_of, max_halves
+from cute_kernels.hopper.fp8_scales import FOURS, MAGNITUDES, bf16_bits, exchanged, halves_of, max_halves
 from cute_kernels.hopper.nvfp4_maxima import (
     column_maxima,
     largest_half,
@@ -114,7 +114,7 @@ def over_block(words):
 def of_row(words, row: int):
     """Row `row`'s of the words, one a row or two, that each of a block's lanes has: those of `over_block`'s rows."""
     owner = row // 8 + row // 4 % 2 * 2
-    return Uint32(cute.arch.shuffle_sync(words[row % 4 * len(words) // 4], offset=owner, mask_and_clamp=0x1C1F))
+    return Uint32(cute.arch.shuffle_sync(words[row % 4 * len(words) // 4], offset=owner, mask_and_clamp=FOURS))
 
 
 def halves(largest):

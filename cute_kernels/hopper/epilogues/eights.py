@@ -303,16 +303,18 @@ def scale_of(amax, power_of_two: bool):
 # Columns
 
 
-def share(values, combine, lane):
-    """Of results for columns, those over the eight lanes that share them; an eighth each.
-
-    Lane bits 4, 3 and 2 choose the half, the quarter and the eighth.
+def share(values, combine, lane, distances=(16, 8, 4)):
+    """Of several results those over the lanes at these distances, of which each lane gets its share: in each step it
+    keeps half of what it has, the upper one if its number has that bit; what is single stays with both.
     """
-    for offset in (16, 8, 4):
-        upper, half = lane & offset != 0, len(values) // 2
+    for distance in distances:
+        if len(values) == 1:
+            values = [combine(values[0], cute.arch.shuffle_sync_bfly(values[0], offset=distance))]
+            continue
+        upper, half = lane & distance != 0, len(values) // 2
         kept = [where(upper, values[half + i], values[i]) for i in range(half)]
         sent = [where(upper, values[i], values[half + i]) for i in range(half)]
-        values = [combine(k, cute.arch.shuffle_sync_bfly(s, offset=offset)) for k, s in zip(kept, sent, strict=True)]
+        values = [combine(k, cute.arch.shuffle_sync_bfly(s, offset=distance)) for k, s in zip(kept, sent, strict=True)]
     return values
 
 

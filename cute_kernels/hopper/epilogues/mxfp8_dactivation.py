@@ -30,15 +30,15 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint16, Uint32, const_expr, range_constexpr
-from cutlass.cutlass_dsl import select_
 
 from cute_kernels.hopper.configs import CONSUMERS, SETS
 from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.dactivation import Differentiate, write_row_sum
-from cute_kernels.hopper.epilogues.eights import largest
+from cute_kernels.hopper.epilogues.eights import largest, share
 from cute_kernels.hopper.epilogues.mxfp8_activation import CHUNKS
 from cute_kernels.hopper.epilogues.preact import chosen_halves
 from cute_kernels.hopper.epilogues.quantized import larger, where
+from cute_kernels.hopper.fp8_scales import FOURS
 from cute_kernels.hopper.mxfp8_scales import factors, restored_apart
 
 WIDTH = 2 * CHUNKS
@@ -54,8 +54,6 @@ DECODES = 2 * WARPS * OWN
 """Where, in the piece of maxima, the factors that decode are: half words."""
 UPPER = 0xFFFF0000
 """Of a word, the upper half."""
-FOURS = 0x1C1F
-"""Of a shuffle: lanes are counted within four neighbours."""
 FREE, WRITTEN = 1 + 2 * CONSUMERS, 1 + 3 * CONSUMERS
 """The first warpgroup's barriers (see the module), after those of `grouped_gemm_kernel`."""
 
@@ -196,7 +194,7 @@ class DifferentiateMxfp8(Differentiate):
 
     def put_rows(self, values, words, first, room):
         """The rows copies, over what was fetched."""
-        found = shared([largest(result[row]) for result in values for row in range(2)], room.thread, (2, 1), larger)
+        found = share([largest(result[row]) for result in values for row in range(2)], larger, room.thread, (2, 1))[0]
         encode, decode = factors(found)
         packed, lanes = Uint32(encode) | Uint32(decode) >> 16, 4 // (2 * self.inputs)
         for piece, result in enumerate(values):
@@ -224,7 +222,7 @@ class DifferentiateMxfp8(Differentiate):
         larger_rows(found, values, rows, tile.row, tile.end, len(wanted))
         own = []
         for index in range(len(wanted)):
-            own.append(shared([found[index, k] for k in range(WIDTH)], room.thread, (16, 8, 4), larger))
+            own += share([found[index, k] for k in range(WIDTH)], larger, room.thread)
             self.word(words, place, index, room.thread // 32, room)[0] = own[-1].bitcast(Uint32)
         return own
 
@@ -260,7 +258,7 @@ class DifferentiateMxfp8(Differentiate):
         for index, result in enumerate(values):
             parts = [[where(t, x, Float32(0.0)) for x in each] for t, each in zip(there, result, strict=True)]
             added = [a + b for a, b in zip(*parts, strict=True)]
-            total = shared(added, room.thread, (16, 8, 4), lambda a, b: a + b)
+            (total,) = share(added, lambda a, b: a + b, room.thread)
             self.sum_word(words, place, index, room.thread // 32, room)[0] = total.bitcast(Uint32)
 
     @cute.jit
@@ -330,22 +328,6 @@ def larger_rows(found: cute.Tensor, values: cute.Tensor, rows, first, end, count
                 one = where(rows[0] < end, values[index, 0, k], Float32(0.0))
                 other = where(rows[1] < end, values[index, 1, k], Float32(0.0))
                 found[index, k] = larger(one, other)
-
-
-def shared(found, thread, distances, combine):
-    """What lanes at these distances have, combined: of several values each lane gets one, the n-th 1/n of the lanes in
-    order. In each step a lane keeps half of what it has.
-    """
-    for distance in distances:
-        if len(found) == 1:
-            found = [combine(found[0], cute.arch.shuffle_sync_bfly(found[0], offset=distance))]
-            continue
-        upper, half = Boolean(thread & distance != 0), len(found) // 2
-        kept = [Float32(select_(upper, found[half + i], found[i])) for i in range(half)]
-        sent = [Float32(select_(upper, found[i], found[half + i])) for i in range(half)]
-        given = [cute.arch.shuffle_sync_bfly(value, offset=distance) for value in sent]
-        found = [combine(*pair) for pair in zip(kept, given, strict=True)]
-    return found[0]
 
 
 def run_of(start, count: int):

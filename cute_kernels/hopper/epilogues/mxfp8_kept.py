@@ -21,7 +21,8 @@ from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.dactivation import fill
 from cute_kernels.hopper.epilogues.eights import over_row
 from cute_kernels.hopper.epilogues.mxfp8_activation import CHUNKS, ActivateMxfp8
-from cute_kernels.hopper.epilogues.mxfp8_dactivation import FOURS, PIECE_WORDS, DifferentiateMxfp8
+from cute_kernels.hopper.epilogues.mxfp8_dactivation import PIECE_WORDS, DifferentiateMxfp8
+from cute_kernels.hopper.fp8_scales import FOURS
 from cute_kernels.hopper.mxfp8_scales import BLOCK, decode_factor, elements, encode_factor, scale_byte, wide_values
 
 
