@@ -85,7 +85,7 @@ def _sums(like: Tensor, columns: int, offsets: Tensor, wanted: bool):
     return like.new_empty(offsets.shape[0] - 1, columns, dtype=torch.float32) if wanted else None
 
 
-def _fake_padded_group_offsets(split_sizes, rows):
+def _fake_padded_group_offsets(split_sizes, rows, multiple=128):
     offsets = split_sizes.new_empty(split_sizes.shape[0] + 1, dtype=torch.int32)
     return offsets, torch.empty_like(offsets)
 
@@ -173,7 +173,7 @@ _TURNED = "Tensor dy_t, Tensor dy_scale_t, Tensor x_t, Tensor x_scale_t, Tensor 
 _COPIES = "Tensor, Tensor, Tensor, Tensor"
 _OPERATORS = (
     (
-        "padded_group_offsets(Tensor split_sizes, SymInt rows) -> (Tensor, Tensor)",
+        "padded_group_offsets(Tensor split_sizes, SymInt rows, int multiple=128) -> (Tensor, Tensor)",
         plain,
         _fake_padded_group_offsets,
     ),

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from cute_kernels import reference
 from cute_kernels.activation import Activation
 from cute_kernels.quantization.formats import fp8_block
-from cute_kernels.quantization.groups import padded_offsets, quantize_groups
+from cute_kernels.quantization.groups import MULTIPLE, padded_offsets, quantize_groups
 from cute_kernels.quantization.quantize import Quantized, quantize
 
 BLOCK = 128
@@ -73,10 +73,12 @@ def _filled_up(scale: Tensor) -> Tensor:
     return F.pad(scale, (0, room), value=float("nan")).contiguous()
 
 
-def padded_group_offsets(split_sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """(offsets, padded): `reference.group_offsets`, and where the groups begin once each is padded to whole blocks."""
+def padded_group_offsets(split_sizes: Tensor, rows: int, multiple: int = MULTIPLE) -> tuple[Tensor, Tensor]:
+    """(offsets, padded): `reference.group_offsets`, and where the groups begin once each is padded to `multiple` rows,
+    a divisor of 128.
+    """
     offsets = reference.group_offsets(split_sizes, rows)
-    return offsets, padded_offsets(offsets)
+    return offsets, padded_offsets(offsets, multiple)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -12,12 +12,13 @@ scales and rounding are those of `quantization.quantize`.
 |---|---|
 | rows `[T, K]` bf16 | x in blocks of 1x32 |
 | columns `[T, K]` bf16 | x in blocks of 32x1 from each group's first row on, the last filled up with zeros |
-| data `[P, K]`, scale `[P/32, ru(K, 128)]` | the same in E4M3 and E8M0 |
+| data `[P, K]`, scale `[ru(P/32, 4), ru(K, 128)]` | the same in E4M3 and E8M0 |
 | data `[T, N]`, scale `[T, h ⌈N/32h⌉₄]` | a `Quantized`: a pre-activation of h halves in blocks of 1x32, likewise |
 
-The third is `quantization.stored`'s order: group g begins at row padded[g] of data, P = `padded_rows(T, G)`.
+The third is `quantization.stored`'s order: group g begins at row padded[g] of data, P = `padded_rows(T, G, 32)`, its
+scales have room for P/32 rows rounded up to 4.
 Rows of no group may hold anything and count as zeros; those of results, and what lies past padded[G], are undefined.
-`offsets` and `padded` are int32 `[G+1]`, as `padded_group_offsets` gives them. `weights` as in `reference`.
+`offsets` and `padded` are int32 `[G+1]`, as `padded_group_offsets(…, 32)` gives them. `weights` as in `reference`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Mxfp8Weights(NamedTuple):
 
 def stored_shapes(rows: int, groups: int, columns: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Shapes of data and scale of the stored copy of a matrix [rows, columns]."""
-    padded = padded_rows(rows, groups)
+    padded = padded_rows(rows, groups, BLOCK)
     return (padded, columns), storage_shape(FORMAT, padded, columns, columnwise=True)
 
 

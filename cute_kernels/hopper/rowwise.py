@@ -16,10 +16,17 @@ from torch import Tensor
 
 from cute_kernels import launch
 from cute_kernels.activation import Activation
-from cute_kernels.catalog import SM90_DACT, SM90_GROUP_OFFSETS, SM90_GROUPED_DBIAS, SM90_GROUPED_DSCALE
+from cute_kernels.catalog import (
+    SM90_DACT,
+    SM90_GROUP_OFFSETS,
+    SM90_GROUPED_DBIAS,
+    SM90_GROUPED_DSCALE,
+    SM90_PADDED_GROUP_OFFSETS,
+)
 from cute_kernels.hopper.operands import KEPT, MOST_ROWS, check_offsets, check_shape, multiprocessors, readable
 from cute_kernels.hopper.product_operands import check_preact_interleave
 from cute_kernels.limits import dtype_name
+from cute_kernels.quantization.groups import MULTIPLE
 
 MODULE = "cute_kernels.hopper.rowwise_kernel"
 ARCH = SM90_DACT.arch
@@ -83,20 +90,45 @@ def group_offsets_and_counters(split_sizes: Tensor, rows: int, counters: int) ->
     return _offsets(split_sizes, rows, counters=zeros), zeros
 
 
-def padded_group_offsets(split_sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """`fp8_reference.padded_group_offsets`: two int32 [G+1] from one launch."""
-    padded = torch.empty(split_sizes.numel() + 1, dtype=torch.int32, device=split_sizes.device)
-    return _offsets(split_sizes, rows, padded=padded), padded
+def padded_group_offsets(split_sizes: Tensor, rows: int, multiple: int = MULTIPLE) -> tuple[Tensor, Tensor]:
+    """`fp8_reference.padded_group_offsets`: two int32 [G+1] from one launch.
+
+    The kernel pads to 128. To pad to less, it is given sizes that much larger: three small launches more.
+    """
+    times = MULTIPLE // multiple
+    if times * multiple != MULTIPLE:
+        raise ValueError(f"{SM90_PADDED_GROUP_OFFSETS.name}: multiple is {multiple}, needs a divisor of {MULTIPLE}")
+    size, device = split_sizes.numel() + 1, split_sizes.device
+    if times == 1:
+        padded = torch.empty(size, dtype=torch.int32, device=device)
+        return _offsets(split_sizes, rows, padded=padded), padded
+    _check_rows(rows, times)
+    both = torch.empty(2, size, dtype=torch.int32, device=device)
+    _offsets(split_sizes.clamp(0, rows).mul_(times), times * rows, *both)
+    offsets, padded = both.floor_divide_(times)
+    return offsets, padded
 
 
-def _offsets(split_sizes: Tensor, rows: int, padded: Tensor | None = None, counters: Tensor | None = None) -> Tensor:
+def _offsets(
+    split_sizes: Tensor,
+    rows: int,
+    offsets: Tensor | None = None,
+    padded: Tensor | None = None,
+    counters: Tensor | None = None,
+) -> Tensor:
+    """Offsets, in `offsets` if that is given."""
     shape, device = split_sizes.shape, split_sizes.device
     options = _offsets_options(split_sizes.dtype, shape, device, counters is not None, padded is not None)
-    if rows >= MOST_ROWS:
-        raise ValueError(f"{SM90_GROUP_OFFSETS.name}: T is {rows}, needs less than {MOST_ROWS}")
-    offsets = torch.empty(shape[0] + 1, dtype=torch.int32, device=device)
+    _check_rows(rows)
+    if offsets is None:
+        offsets = torch.empty(shape[0] + 1, dtype=torch.int32, device=device)
     launch.kernel(MODULE, options, ARCH)(split_sizes, offsets, padded, counters, rows, launch.current_stream(device))
     return offsets
+
+
+def _check_rows(rows: int, times: int = 1) -> None:
+    if rows >= MOST_ROWS // times:
+        raise ValueError(f"{SM90_GROUP_OFFSETS.name}: T is {rows}, needs less than {MOST_ROWS // times}")
 
 
 @functools.lru_cache(KEPT)

@@ -2,8 +2,8 @@
 
 `x [T, K]` and `offsets` int32 `[G+1]` with a leading zero, as everywhere; G is at least 1. Rows past `offsets[G]` may
 hold anything, NaN included, and never reach a result. Where blocks run down the rows, every group's rows begin at a
-multiple of 128 in a padded copy of `padded_rows(T, G)` rows, a size that the host knows without asking the device.
-Padding is zeros before quantisation, so its data is zero too. No host sync.
+multiple of `group_multiple` in a padded copy of `padded_rows` rows, a size that the host knows without asking the
+device. Padding is zeros before quantisation, so its data is zero too. No host sync.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cute_kernels.quantization.quantize import (
 from cute_kernels.reference import row_groups, tokens_only
 
 MULTIPLE = 128
-"""Rows that a padded group is a multiple of: the block of FP8, and a tile of swizzled scales."""
+"""Rows that a padded group is a multiple of, but for MXFP8: the block of FP8, and a tile of swizzled scales."""
 
 
 class GroupedQuantized(NamedTuple):
@@ -43,6 +43,11 @@ class GroupedQuantized(NamedTuple):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Rows
+
+
+def group_multiple(format: Format) -> int:
+    """Rows that a padded group is a multiple of in a copy of this format: of MXFP8 a block, 32, is enough."""
+    return MULTIPLE if format.block is None or format.transposes else max(format.block)
 
 
 def padded_rows(rows: int, groups: int, multiple: int = MULTIPLE) -> int:
@@ -136,7 +141,7 @@ def quantize_groups(
     """
     _check(x, offsets, format, columnwise, state)
     if padded or is_padded(format, columnwise):
-        x, offsets = pad_groups(x, offsets)
+        x, offsets = pad_groups(x, offsets, group_multiple(format))
     else:
         x = tokens_only(x, offsets)
     return quantize_padded(x, offsets, format, columnwise, state, factor)

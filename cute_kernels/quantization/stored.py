@@ -15,6 +15,7 @@ from cute_kernels.quantization.formats import Format
 from cute_kernels.quantization.groups import (
     GroupedQuantized,
     dequantize_groups,
+    group_multiple,
     is_padded,
     padded_offsets,
     quantize_groups,
@@ -45,7 +46,7 @@ def quantize_stored(
 
 def value_offsets(offsets: Tensor, format: Format, columnwise: bool = False) -> Tensor:
     """int32 [G+1]: where the groups lie in `stored_values`."""
-    return padded_offsets(offsets) if is_padded(format, columnwise) else offsets
+    return padded_offsets(offsets, group_multiple(format)) if is_padded(format, columnwise) else offsets
 
 
 def stored_values(
@@ -81,4 +82,4 @@ def rows_of_values(values: Tensor, format: Format, columnwise: bool, offsets: Te
 
     Of a rotated copy they are what `unrotated` gives.
     """
-    return unpad_groups(values, offsets, rows) if is_padded(format, columnwise) else values
+    return unpad_groups(values, offsets, rows, group_multiple(format)) if is_padded(format, columnwise) else values

@@ -31,9 +31,10 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
-def offsets_of(groups: int, rows: int, multiple: int = 128) -> tuple[Tensor, Tensor]:
+def offsets_of(groups: int, rows: int, multiple: int = 128, padding: int = 128) -> tuple[Tensor, Tensor]:
+    """Of groups of multiples of so many rows, padded to multiples of so many."""
     splits = torch.tensor(uneven_splits(groups, rows, multiple), device="cuda", dtype=torch.int32)
-    return padded_group_offsets(splits, rows)
+    return padded_group_offsets(splits, rows, padding)
 
 
 def moved(x: Tensor, results: tuple, end: int) -> int:

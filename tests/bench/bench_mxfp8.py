@@ -20,6 +20,7 @@ from cute_kernels.activation import Activation
 from cute_kernels.hopper.grouped_gemm import grouped_gemm_act, grouped_gemm_dact
 from cute_kernels.hopper.mxfp8_grouped_gemm import mxfp8_grouped_gemm_act, mxfp8_grouped_gemm_dact
 from cute_kernels.hopper.mxfp8_quantize import mxfp8_dequantize, mxfp8_quantize, mxfp8_quantize_weight
+from cute_kernels.mxfp8_reference import BLOCK
 from tests.bench.bench_fp8 import Calls, normal, offsets_of, report_bandwidth
 from tests.bench.bench_fp8_layer import Layer
 from tests.bench.bench_grouped_mlp import SHAPES, make_problem
@@ -37,7 +38,7 @@ def quantise(shape: str) -> None:
     sizes: dict[str, float] = {}
     one = 1 + 1 / 32
     for multiple in (128, 1):
-        offsets, padded = offsets_of(groups, rows, multiple)
+        offsets, padded = offsets_of(groups, rows, multiple, BLOCK)
         real = int(padded[-1]) * hidden
         unaligned = ", unaligned" if multiple == 1 else ""
         for name, flags, written in (
@@ -57,7 +58,7 @@ def quantise(shape: str) -> None:
 
 def products(shape: str) -> None:
     hidden, intermediate, groups, rows = SHAPES[shape]
-    offsets, padded = offsets_of(groups, rows)
+    offsets, padded = offsets_of(groups, rows, padding=BLOCK)
     x, dy = (mxfp8_quantize(normal(rows, hidden), offsets, padded).rows for _ in range(2))
     w1 = (normal(groups, 2 * intermediate, hidden).float() * hidden**-0.5).bfloat16()
     w2 = (normal(groups, hidden, intermediate).float() * hidden**-0.5).bfloat16()

@@ -13,6 +13,7 @@ from cute_kernels.quantization.groups import (
     GroupedQuantized,
     dequantize_groups,
     group_amax,
+    group_multiple,
     is_padded,
     pad_groups,
     padded_offsets,
@@ -83,7 +84,7 @@ def test_each_group_is_as_if_alone(format: Format, splits: Splits, columnwise: b
     ):
         alone = x[rows]
         if padded:
-            alone = F.pad(alone, (0, 0, 0, -len(alone) % 128))
+            alone = F.pad(alone, (0, 0, 0, -len(alone) % group_multiple(format)))
         want = quantize(alone, format, columnwise)
         assert_bitwise_equal(data, want.data, f"data of group {g}")
         assert_bitwise_equal(scale, want.scale, f"scale of group {g}")
@@ -101,15 +102,21 @@ def test_each_group_is_as_if_alone(format: Format, splits: Splits, columnwise: b
     assert quantized.scale.float().isfinite().all()
 
 
+def test_what_groups_are_padded_to() -> None:
+    """MXFP8's blocks of 32 need no more; elsewhere a block, a tile of scales or a transposed copy's rows do."""
+    assert [group_multiple(format) for format in FORMATS] == [128, 128, 128, 128, 32, 32, 128, 128, 128]
+
+
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
-def test_padding(splits: Splits) -> None:
+@pytest.mark.parametrize("multiple", [32, 128])
+def test_padding(splits: Splits, multiple: int) -> None:
     x, offsets = rows_of(splits)
-    padded, moved = pad_groups(x, offsets)
-    back = unpad_groups(padded, offsets, splits.rows)
+    padded, moved = pad_groups(x, offsets, multiple)
+    back = unpad_groups(padded, offsets, splits.rows, multiple)
     starts = moved.tolist()
-    assert [start % 128 for start in starts] == [0] * len(starts)
-    assert [b - a for a, b in pairwise(starts)] == [-(-size // 128) * 128 for size in splits.sizes]
-    assert starts[-1] <= len(padded) == padded_rows(splits.rows, splits.groups)
+    assert [start % multiple for start in starts] == [0] * len(starts)
+    assert [b - a for a, b in pairwise(starts)] == [-(-size // multiple) * multiple for size in splits.sizes]
+    assert starts[-1] <= len(padded) == padded_rows(splits.rows, splits.groups, multiple)
     assert int((padded != 0).sum()) == int((x[: splits.used] != 0).sum())
     for g, rows in enumerate(splits.slices()):
         assert_bitwise_equal(padded[starts[g] : starts[g] + splits.sizes[g]], x[rows], f"group {g}")
@@ -122,7 +129,7 @@ def test_padding(splits: Splits) -> None:
 def test_rows_that_are_padded_already_and_maxima_that_are_known(format: Format, columnwise: bool) -> None:
     x, offsets = rows_of(SPLITS[1])
     want = quantize_groups(x, offsets, format, columnwise, padded=True)
-    padded, places = pad_groups(x, offsets)
+    padded, places = pad_groups(x, offsets, group_multiple(format))
     for amax in (None, want.amax):
         got = quantize_padded(padded, places, format, columnwise, amax=amax)
         for a, b in zip(got, want, strict=True):
@@ -136,9 +143,11 @@ def test_worst_case_is_reached_and_never_passed() -> None:
     assert padded_rows(1, 8) == 128  # only one group can have a row
     assert padded_rows(8, 8) == 8 * 128
     assert padded_rows(1000, 4) == 1000 // 128 * 128 + 4 * 128
+    assert padded_rows(1000, 4, 32) == (1000 // 32 + 4) * 32
     for sizes in ((1, 1, 1, 997), (129, 129, 129, 613), (1000, 0, 0, 0)):
-        ends = padded_offsets(group_offsets(torch.tensor(sizes), 1000))
-        assert ends[-1] <= padded_rows(1000, 4)
+        for multiple in (32, 128):
+            ends = padded_offsets(group_offsets(torch.tensor(sizes), 1000), multiple)
+            assert ends[-1] <= padded_rows(1000, 4, multiple)
     assert padded_offsets(torch.tensor([0, 3, 3, 40], dtype=torch.int32), 32).tolist() == [0, 32, 32, 96]
 
 

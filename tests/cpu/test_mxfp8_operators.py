@@ -19,7 +19,7 @@ from tests.cases import SPLITS, Splits
 from tests.compare import assert_bitwise_equal
 
 T, K, N, WIDTH = 24, 160, 192, 96
-OFFSETS, PADDED = padded_group_offsets(torch.tensor([9, 0, 11]), T)
+OFFSETS, PADDED = padded_group_offsets(torch.tensor([9, 0, 11]), T, 32)
 SWIGLU, SRELU = Activation("swiglu"), Activation("srelu")
 X, DY = torch.randn(T, K).bfloat16(), torch.randn(T, K).bfloat16()
 W1, W2 = torch.randn(3, N, K).bfloat16(), torch.randn(3, K, WIDTH).bfloat16()
@@ -98,7 +98,7 @@ def test_copies_by_definition(splits: Splits) -> None:
     """Blocks begin at a group's first row and never span two; what no group has does not count."""
     x = torch.randn(splits.rows, 64).bfloat16() * torch.randint(-9, 9, (splits.rows, 1)).float().exp2().bfloat16()
     x[splits.used :] = float("nan")
-    offsets, padded = padded_group_offsets(splits.tensor(), splits.rows)
+    offsets, padded = padded_group_offsets(splits.tensor(), splits.rows, 32)
     copies = mxfp8_reference.mxfp8_quantize(x, offsets, padded, stored=True)
     assert copies.data is not None and copies.scale is not None
     for part in splits.slices():

@@ -98,7 +98,7 @@ def with_tail(x: Tensor, splits: Splits) -> Tensor:
 
 
 def offsets_of(splits: Splits) -> tuple[Tensor, Tensor]:
-    return padded_group_offsets(splits.tensor(DEVICE), splits.rows)
+    return padded_group_offsets(splits.tensor(DEVICE), splits.rows, 32)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def offsets_of(splits: Splits) -> tuple[Tensor, Tensor]:
 
 
 def check(x: Tensor, splits: Splits, sm_margin: int = 0, **asked: bool) -> None:
-    (rows, columns), room = x.shape, padded_rows(splits.rows, splits.groups)
+    (rows, columns), room = x.shape, padded_rows(splits.rows, splits.groups, 32)
     offsets, padded = offsets_of(splits)
     poison((rows, 2 * columns), (rows, 2 * columns), (room, columns), (room // 32, -(-columns // 128) * 128))
     got = hopper("mxfp8_quantize")(x, offsets, padded, sm_margin=sm_margin, **asked)
@@ -175,10 +175,10 @@ def test_strided_and_transposed_input() -> None:
 def test_graph_replays_with_other_splits() -> None:
     x, sizes = wide_range(RAGGED.rows, 288), RAGGED.tensor(DEVICE)
     asked = {"stored": True}
-    hopper("mxfp8_quantize")(x, *padded_group_offsets(sizes, RAGGED.rows), **asked)
+    hopper("mxfp8_quantize")(x, *padded_group_offsets(sizes, RAGGED.rows, 32), **asked)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        offsets, padded = padded_group_offsets(sizes, RAGGED.rows)
+        offsets, padded = padded_group_offsets(sizes, RAGGED.rows, 32)
         got = hopper("mxfp8_quantize")(x, offsets, padded, **asked)
     for shift in (0, 3, 5):
         sizes.copy_(RAGGED.tensor(DEVICE).roll(shift))
@@ -195,9 +195,9 @@ def test_more_elements_than_32_bits_count() -> None:
     x = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE).fill_(1.0)
     x[-last:].normal_()
     sizes = torch.tensor([rows - last, last], device=DEVICE)
-    offsets, padded = padded_group_offsets(sizes, rows)
+    offsets, padded = padded_group_offsets(sizes, rows, 32)
     got = hopper("mxfp8_quantize")(x, offsets, padded, stored=True)
-    alone = hopper("mxfp8_quantize")(x[-last:], *padded_group_offsets(sizes[1:], last), stored=True)
+    alone = hopper("mxfp8_quantize")(x[-last:], *padded_group_offsets(sizes[1:], last, 32), stored=True)
     assert_same(got.rows[-last:], alone.rows, "rows")
     assert_same(got.columns[-last:], alone.columns, "columns")
     assert_same(got.data[int(padded[1]) :][:last], alone.data[:last], "data")
@@ -207,7 +207,7 @@ def test_more_elements_than_32_bits_count() -> None:
 
 def test_no_rows() -> None:
     x = torch.empty(0, 64, dtype=torch.bfloat16, device=DEVICE)
-    offsets, padded = padded_group_offsets(torch.zeros(3, dtype=torch.int32, device=DEVICE), 0)
+    offsets, padded = padded_group_offsets(torch.zeros(3, dtype=torch.int32, device=DEVICE), 0, 32)
     got = hopper("mxfp8_quantize")(x, offsets, padded, stored=True)
     assert got.rows.shape == (0, 64) and got.data.shape == (0, 64)
 

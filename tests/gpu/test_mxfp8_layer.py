@@ -96,11 +96,11 @@ def test_kept_quantised(splits: Splits) -> None:
 
 @pytest.mark.parametrize(
     ("hidden", "intermediate", "rows", "most"),
-    [(7168, 2048, 4096, 0.75), (2880, 2880, 1024, 0.86), (2048, 768, 512, 0.8)],
+    [(7168, 2048, 4096, 0.7), (2880, 2880, 1024, 0.85), (2048, 768, 512, 0.75)],
 )
 def test_bytes_kept(hidden: int, intermediate: int, rows: int, most: float) -> None:
     """Of x and the pre-activation, and a little: with a quantised one at most 0.6 of what BF16 keeps. rows: of each
-    group. x has room for each group's rows to be padded to 128.
+    group. x has room for each group's rows to be padded to 32.
     """
     splits = full("even", *([rows] * 4))
     kept = []
@@ -138,7 +138,7 @@ def test_launches() -> None:
     layer = Layer()
     layer.gradients()
     y: list[Tensor] = []
-    assert len(launches(lambda: y.append(layer.forward()))) == 4
+    assert len(launches(lambda: y.append(layer.forward()))) == 7  # three of them of 5 numbers, to pad groups to 32
     wanted = [layer.x, layer.probs, *layer.model.parameters()]
     assert len(launches(lambda: torch.autograd.grad(y[0], wanted, layer.inputs.dy))) <= 7
 

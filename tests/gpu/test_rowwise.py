@@ -56,9 +56,11 @@ def test_padded_offsets(dtype, groups):
     sizes = torch.randint(-3, 400, (groups,), device="cuda", dtype=dtype)
     total = int(sizes.clamp(min=0).sum())
     for limit in (total, total + 7, total // 2, 0):
-        got, want = padded_group_offsets(sizes, limit), fp8_reference.padded_group_offsets(sizes, limit)
-        for a, b in zip(got, want, strict=True):
-            assert_bitwise_equal(a, b)
+        for multiple in (32, 128):
+            got = padded_group_offsets(sizes, limit, multiple)
+            want = fp8_reference.padded_group_offsets(sizes, limit, multiple)
+            for a, b in zip(got, want, strict=True):
+                assert_bitwise_equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -75,6 +77,10 @@ def test_offsets_never_wrap():
     assert group_offsets(sizes, top).tolist() == [0, *[top] * 6]
     many = torch.full((300,), top, dtype=torch.int32, device="cuda")
     assert group_offsets(many, top)[1:].unique().tolist() == [top]
+    quarter = top // 4
+    for given in (sizes, sizes.clamp(-(2**31), 2**31 - 1).int()):
+        offsets, padded = padded_group_offsets(given, quarter, 32)
+        assert offsets.tolist() == [0, *[quarter] * 6] and padded.tolist() == [0, *[-(-quarter // 32) * 32] * 6]
 
 
 def test_offsets_say_why_not():
