@@ -102,7 +102,8 @@ def padded_group_offsets(split_sizes: Tensor, rows: int, multiple: int = MULTIPL
     if times == 1:
         padded = torch.empty(size, dtype=torch.int32, device=device)
         return _offsets(split_sizes, rows, padded=padded), padded
-    _check_rows(rows, times)
+    if rows >= MOST_ROWS // times:
+        raise ValueError(_too_many(rows, MOST_ROWS // times))
     both = torch.empty(2, size, dtype=torch.int32, device=device)
     _offsets(split_sizes.clamp(0, rows).mul_(times), times * rows, *both)
     offsets, padded = both.floor_divide_(times)
@@ -119,16 +120,16 @@ def _offsets(
     """Offsets, in `offsets` if that is given."""
     shape, device = split_sizes.shape, split_sizes.device
     options = _offsets_options(split_sizes.dtype, shape, device, counters is not None, padded is not None)
-    _check_rows(rows)
+    if rows >= MOST_ROWS:
+        raise ValueError(_too_many(rows, MOST_ROWS))
     if offsets is None:
         offsets = torch.empty(shape[0] + 1, dtype=torch.int32, device=device)
     launch.kernel(MODULE, options, ARCH)(split_sizes, offsets, padded, counters, rows, launch.current_stream(device))
     return offsets
 
 
-def _check_rows(rows: int, times: int = 1) -> None:
-    if rows >= MOST_ROWS // times:
-        raise ValueError(f"{SM90_GROUP_OFFSETS.name}: T is {rows}, needs less than {MOST_ROWS // times}")
+def _too_many(rows: int, limit: int) -> str:
+    return f"{SM90_GROUP_OFFSETS.name}: T is {rows}, needs less than {limit}"
 
 
 @functools.lru_cache(KEPT)
