@@ -80,7 +80,7 @@ class OperationFuser:
         self.routing = Routing(self.basic_ops)
         self.num_extra_inputs = len(self.routing.public_inputs)
         self.num_extra_outputs = len(self.routing.public_outputs)
-        self._linears = [op for op in self.basic_ops if op.weight_dtype is not None]
+        self._linears = [op for op in self.basic_ops if op.first_weight is not None]
         self._titles = titled(self.ops, self.names)
         owners = [title for title, op in zip(self._titles, self.ops, strict=True) for _ in op.fusible_parts()]
         self.named = list(zip(self.basic_ops, owners, strict=True))
@@ -140,7 +140,9 @@ class OperationFuser:
 
     def _kind(self, place: Any, autocast_dtype: torch.dtype | None, recipe: Recipe | None) -> Any:
         """What a plan depends on: the machine or a device, and what else may differ between calls."""
-        return place, autocast_dtype, recipe, *[op.weight_dtype for op in self._linears]
+        weights = [op.first_weight for op in self._linears]
+        held = [(w.dtype, w.format if isinstance(w, QuantizedTensor) else None) for w in weights if w is not None]
+        return place, autocast_dtype, recipe, *held
 
     def steps(
         self, device: torch.device, autocast_dtype: torch.dtype | None, recipe: Recipe | None
@@ -154,7 +156,7 @@ class OperationFuser:
 
     def least_rows(self, target: Target, autocast_dtype: torch.dtype | None = None) -> int | None:
         """From how many rows on the recipe "auto" is `Float8BlockScaling` in training; None: it is none for any."""
-        key = (target, autocast_dtype, *[op.weight_dtype for op in self._linears])
+        key = self._kind(target, autocast_dtype, AUTOMATIC)
         if key not in self._least_rows:
             made = self.plan(target, autocast_dtype, AUTOMATIC)
             steps = [linears_of(made.chain.ops[step.start : step.stop]) for step in made.steps if step.rule is not None]

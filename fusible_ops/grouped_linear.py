@@ -20,7 +20,7 @@ from fusible_ops.graph_key import LAYOUT
 from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
 from fusible_ops.parameters import Held, Unchanged, WeightGrad, accumulate_main_grads, main_grads, pack_, signal_added
 from fusible_ops.quantized_parameters import check_alike, hold_quantized, new_values, pack_quantized_, tie_quantizers
-from fusible_ops.quantized_tensor import QuantizedTensor
+from fusible_ops.quantized_tensor import QuantizedTensor, format_of
 from patterns.chain import OpSpec
 
 
@@ -169,7 +169,7 @@ class GroupedLinear(BasicOperation):
 
     @property
     def first_weight(self) -> Parameter:
-        """`weight`, or `weight0`; it speaks for all in dtype, device and requires_grad."""
+        """`weight`, or `weight0`."""
         first = self._parameters.get(self._weight_keys[0])
         return self.weight_parameters()[0] if first is None else first
 
@@ -239,6 +239,7 @@ class GroupedLinear(BasicOperation):
                 "has_bias": self.has_bias,
                 "scale_bias": self.scale_bias,
                 "dtype": dtype_name(self.weight_dtype),
+                "held": format_of(self.first_weight),
                 "accumulate_into_main_grad": self.accumulate_into_main_grad,
                 "delay_wgrad": self.delay_wgrad_compute,
                 "single_grouped_weight": self.single_grouped_weight,

@@ -19,6 +19,7 @@ from fusible_ops.autocast_mode import current_model_init
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, ParamGrads
 from fusible_ops.parameters import Held, WeightGrad, accumulate_main_grads, main_grads
 from fusible_ops.quantized_parameters import hold_quantized, new_values, tie_quantizers
+from fusible_ops.quantized_tensor import format_of
 from patterns.chain import OpSpec
 
 
@@ -87,6 +88,10 @@ class BasicLinear(BasicOperation):
     def weight_dtype(self) -> torch.dtype:
         return self.weight.dtype
 
+    @property
+    def first_weight(self) -> Parameter:
+        return self.weight
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
@@ -99,6 +104,7 @@ class BasicLinear(BasicOperation):
             "in_features": self.in_features,
             "out_features": self.out_features,
             "dtype": dtype_name(self.weight.dtype),
+            "held": format_of(self.weight),
             "accumulate_into_main_grad": self.accumulate_into_main_grad,
         }
 

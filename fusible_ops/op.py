@@ -199,6 +199,12 @@ class BasicOperation(GraphKey, casts.ParameterOwner, FusibleOperation, ChannelEn
     @property
     def weight_dtype(self) -> torch.dtype | None:
         """The dtype that the op computes in without autocast; None: its input's."""
+        first = self.first_weight
+        return None if first is None else first.dtype
+
+    @property
+    def first_weight(self) -> nn.Parameter | None:
+        """Of a linear the weight that speaks for all in dtype, device, format and requires_grad."""
         return None
 
     def output_width(self, incoming: int | None) -> int | None:

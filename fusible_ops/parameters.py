@@ -115,10 +115,12 @@ class Held:
         return any(p.untyped_storage()._cdata == place for p in self.parameters)
 
     def kind(self) -> tuple[object, ...]:
-        """All that a call depends on beside values and addresses: facts, of those that are packed the first's."""
+        """All that a call depends on beside values and addresses: facts and formats, of those that are packed the
+        first's.
+        """
         packed = self.weights and self.weights_packed and self.biases_packed
         each = (self.weights[0], *self.biases[:1]) if packed else self.parameters
-        return tuple((facts(p), p.requires_grad) for p in each)
+        return tuple((facts(p), p.requires_grad, p.format if isinstance(p, QuantizedTensor) else None) for p in each)
 
     def operands(self, dtype: torch.dtype, records: bool) -> list[Tensor]:
         """The weights, [N, K]: `[one stacked tensor]`, or the separate tensors if they are not packed.

@@ -249,6 +249,11 @@ class QuantizedTensor(Tensor):
         return _on_values(func, args, kwargs)
 
 
+def format_of(t: object) -> Format | None:
+    """The format of a `QuantizedTensor`; None for anything else."""
+    return t.format if isinstance(t, QuantizedTensor) else None
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Making one
 

@@ -13,6 +13,7 @@ from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, Plans, likeness
 from cute_kernels.quantization.formats import Format
 from fusible_ops.op import BasicOperation, FusedOperation, OperationContext
 from fusible_ops.parameters import Held
+from fusible_ops.quantized_tensor import QuantizedTensor, format_of
 from fusible_ops.recipe import Recipe
 
 
@@ -70,6 +71,7 @@ class Route:
         self._addresses: list[int] = []
         self._moved = False  # the parameters, before the call learnt last, and no call has fitted since
         self._packed: list[tuple[bool, bool]] = []
+        self._formats: list[Format | None] = []  # of the parameters, if some are quantised
 
     def plans(self, index: int) -> Plans:
         """New plans for basic op `index`. What steps after the first are given may differ where facts are the same."""
@@ -86,6 +88,8 @@ class Route:
         self._moved = bool(former) and former != self._addresses
         self.unshortened = set() if self._moved else {True, False}
         self._packed = [(own.weights_packed, own.biases_packed) for own in held]
+        quantized = QuantizedTensor in map(type, parameters)
+        self._formats = list(map(format_of, parameters)) if quantized else []
 
     def fits(
         self, x: Tensor, extra_inputs: Sequence[Tensor], parameters: Sequence[Tensor], held: Sequence[Held]
@@ -99,6 +103,8 @@ class Route:
             if not alike(t) or t.data_ptr() % VECTOR_BYTES:
                 return False
         if x.data_ptr() % VECTOR_BYTES or list(map(Tensor.data_ptr, parameters)) != self._addresses:
+            return False
+        if self._formats and list(map(format_of, parameters)) != self._formats:
             return False
         for own, packed in zip(held, self._packed, strict=True):
             own.knows(packed)

@@ -4,9 +4,10 @@ Kinds that the built-in rules know, and their facts:
 
 | kind | facts |
 |---|---|
-| grouped_linear | num_groups, in_features, out_features, has_bias, scale_bias, dtype, accumulate_into_main_grad, \
-delay_wgrad, single_grouped_weight, single_grouped_bias, transposed_weight (stored [K, N]) |
-| linear | in_features, out_features, has_bias, dtype, accumulate_into_main_grad |
+| grouped_linear | num_groups, in_features, out_features, has_bias, scale_bias, dtype, held (the format of quantised \
+weights, else None), accumulate_into_main_grad, delay_wgrad, single_grouped_weight, single_grouped_bias, \
+transposed_weight (stored [K, N]) |
+| linear | in_features, out_features, has_bias, dtype, held, accumulate_into_main_grad |
 | the activations (`cute_kernels.activation.KINDS`) | scaled (takes probs), glu_interleave (0: plain halves), \
 cache_quantized_input, all constants (limit, alpha, offset, …) |
 | quantize | forward, backward |

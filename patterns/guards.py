@@ -125,6 +125,35 @@ class RecipeFormat(Guard):
 
 
 @dataclass(frozen=True)
+class HeldIn(Guard):
+    """Weights that a linear holds in few bits are in one of `formats`, which products read as they are."""
+
+    label: str
+    formats: tuple[Format, ...]
+
+    def letters(self) -> tuple[str, ...]:
+        return (f"{self.label}.held",)
+
+    def check(self, facts: Facts, words: Words | None = None, rule: str = "") -> Refusal | None:
+        return super().check({self.letters()[0]: None, **facts}, words, rule)
+
+    def holds(self, facts: Facts) -> bool:
+        return facts[self.letters()[0]] in (None, *self.formats)
+
+    def wanted(self, facts: Facts, words: Words) -> str:
+        return " or ".join([*map(str, self.formats), "high precision"])
+
+    def found(self, facts: Facts, words: Words) -> str:
+        return f"{words.get(self.label, self.label)} holds its weights in {facts[self.letters()[0]]}"
+
+    def counterexample(self) -> dict[str, object]:
+        return {self.letters()[0]: next(format for format in (mxfp8(), fp8_tensor()) if format not in self.formats)}
+
+    def __str__(self) -> str:
+        return f"{self.label} holds its weights in {self.wanted({}, {})}"
+
+
+@dataclass(frozen=True)
 class Feeds(Guard):
     """The activation between two linears fits both: columns in are twice (GLU) or exactly (others) the columns out."""
 
@@ -218,6 +247,7 @@ same = Same
 absent = Absent
 recipe_is = RecipeIs
 recipe_format = RecipeFormat
+held_in = HeldIn
 feeds = Feeds
 even_for_glu = EvenForGlu
 clamp_is_legal = ClampIsLegal

@@ -10,9 +10,9 @@ from itertools import product
 
 from cute_kernels import catalog
 from cute_kernels.limits import one_of
-from cute_kernels.quantization.formats import fp8_block, mxfp8, nvfp4
+from cute_kernels.quantization.formats import Format, fp8_block, mxfp8, nvfp4
 from patterns import examples
-from patterns.guards import absent, clamp_is_legal, even_for_glu, feeds, recipe_format, recipe_is, same
+from patterns.guards import HeldIn, absent, clamp_is_legal, even_for_glu, feeds, held_in, recipe_format, recipe_is, same
 from patterns.kernels import (
     FP8_LINEAR_ACT_KERNELS,
     FP8_LINEAR_KERNELS,
@@ -56,24 +56,27 @@ _SRELU = slot("act", "srelu", "tanh_srelu", title="a squared ReLU")
 
 _NO_RECIPE = recipe_is(None)
 _FP8_ROWS = tuple(fp8_block(force_pow_2_scales=powers) for powers in (True, False))
+_FP8_WEIGHTS = tuple(fp8_block(dims=2, force_pow_2_scales=powers) for powers in (True, False))
 _FP8_BLOCKS = (
     recipe_is("Float8BlockScaling"),
     recipe_format("input", _FP8_ROWS),
-    recipe_format("weight", tuple(fp8_block(dims=2, force_pow_2_scales=powers) for powers in (True, False))),
+    recipe_format("weight", _FP8_WEIGHTS),
     recipe_format("grad_output", _FP8_ROWS),
     absent("recipe.backward_override", "a quantised backward: no backward_override", "dequantized"),
 )
+_MXFP8_WEIGHTS = mxfp8(), mxfp8(dims=2)
 _MXFP8 = (
     recipe_is("MXFP8BlockScaling"),
     recipe_format("input", (mxfp8(),)),
-    recipe_format("weight", (mxfp8(), mxfp8(dims=2))),
+    recipe_format("weight", _MXFP8_WEIGHTS),
     recipe_format("grad_output", (mxfp8(),)),
     absent("recipe.backward_override", "a quantised backward: no backward_override", "dequantized"),
 )
+_NVFP4_WEIGHTS = nvfp4(), nvfp4(dims=2)
 _NVFP4 = (
     recipe_is("NVFP4BlockScaling"),
     recipe_format("input", (nvfp4(hadamard=True), nvfp4())),
-    recipe_format("weight", (nvfp4(), nvfp4(dims=2))),
+    recipe_format("weight", _NVFP4_WEIGHTS),
     recipe_format("grad_output", tuple(nvfp4(1, *how) for how in product((True, False), repeat=2))),
     absent("recipe.backward_override", "a quantised backward: no backward_override", "dequantized"),
 )
@@ -95,6 +98,14 @@ _PLAIN_BACKWARD = absent("quantize.backward", "a Quantize whose gradient stays a
 
 _ROWS = "weights [N, K], from whose rows blocks are cut"
 
+
+def _held(formats: tuple[Format, ...], *labels: str) -> tuple[HeldIn, ...]:
+    """Where products take weights as they are held, and read nothing but these formats."""
+    return tuple(held_in(label, formats) for label in labels)
+
+
+_FP8_FC, _FP8_FC1, _FP8_BOTH = (_held(_FP8_WEIGHTS, *labels) for labels in (("fc",), ("fc1",), ("fc1", "fc2")))
+
 _SAME_DTYPE = same("fc1.compute_dtype", "fc2.compute_dtype", ("float16", "bfloat16"))
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -108,8 +119,8 @@ def _sm100_rules() -> tuple[Rule, ...]:
         ("grouped_linear", "grouped_mlp", (_SAME_GROUPS, _FITS, _SAME_DTYPE, _PLAIN_FC1_BIAS, *_ACT)),
         ("linear", "mlp", (_FITS, _SAME_DTYPE, *_ACT)),
     ):
-        for format, recipe in (("mxfp8", _MXFP8), ("nvfp4", _NVFP4)):
-            kept = (_PLAIN_PREACT,) if format == "mxfp8" else ()
+        for format, recipe, weights in (("mxfp8", _MXFP8, _MXFP8_WEIGHTS), ("nvfp4", _NVFP4, _NVFP4_WEIGHTS)):
+            kept = (*((_PLAIN_PREACT,) if format == "mxfp8" else ()), *_held(weights, "fc1", "fc2"))
             for what, act, kernels in (
                 ("", _GLU, sm100_mlp(format)),
                 ("_any_clamp", _CLAMPED, sm100_mlp(format, any_clamp=True)),
@@ -127,13 +138,13 @@ def _sm100_rules() -> tuple[Rule, ...]:
 def _sm100_linears() -> tuple[Rule, ...]:
     """Linears alone on Blackwell under the same recipes. Without one a dense linear is PyTorch's."""
     made = []
-    for format, recipe, grouped, dense in (
-        ("mxfp8", _MXFP8, examples.MOE_LINEAR_MXFP8, examples.FFN_LINEAR_MXFP8),
-        ("nvfp4", _NVFP4, examples.MOE_LINEAR_NVFP4, examples.FFN_LINEAR_NVFP4),
+    for format, recipe, weights, grouped, dense in (
+        ("mxfp8", _MXFP8, _MXFP8_WEIGHTS, examples.MOE_LINEAR_MXFP8, examples.FFN_LINEAR_MXFP8),
+        ("nvfp4", _NVFP4, _NVFP4_WEIGHTS, examples.MOE_LINEAR_NVFP4, examples.FFN_LINEAR_NVFP4),
     ):
         for kind, example in (("grouped_linear", grouped), ("linear", dense)):
-            pattern, row = (slot("fc", kind),), f"{kind}_{format}_sm100"
-            made.append(Rule(row, pattern, recipe, PADDED_LINEAR_SCALED, sm100_linear(format), example))
+            pattern, row, guards = (slot("fc", kind),), f"{kind}_{format}_sm100", (*recipe, *_held(weights, "fc"))
+            made.append(Rule(row, pattern, guards, PADDED_LINEAR_SCALED, sm100_linear(format), example))
     return tuple(made)
 
 
@@ -190,6 +201,7 @@ RULES: tuple[Rule, ...] = (
             _PLAIN_FC1_BIAS,
             *_FP8_ACT,
             _PLAIN_BACKWARD,
+            *_FP8_BOTH,
         ),
         program=GROUPED_MLP_FP8,
         kernels=FP8_MLP_KERNELS,
@@ -198,7 +210,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="mlp_fp8",
         pattern=(slot("fc1", "linear"), _ACTIVATION, _QUANTIZE, slot("fc2", "linear")),
-        guards=(*_FP8_BLOCKS, _FITS, _SAME_DTYPE, *_FP8_ACT, _PLAIN_BACKWARD),
+        guards=(*_FP8_BLOCKS, _FITS, _SAME_DTYPE, *_FP8_ACT, _PLAIN_BACKWARD, *_FP8_BOTH),
         program=GROUPED_MLP_FP8,
         kernels=FP8_MLP_KERNELS,
         example=examples.FFN_FP8,
@@ -240,7 +252,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="grouped_linear_activation_fp8",
         pattern=(slot("fc1", "grouped_linear"), _ACTIVATION, slot("quantize", "quantize")),
-        guards=(*_FP8_BLOCKS, _EVEN, _PLAIN_FC1_BIAS, *_FP8_ACT, _PLAIN_PREACT, _QUANTIZES, _PLAIN_BACKWARD),
+        guards=(*_FP8_BLOCKS, _EVEN, _PLAIN_FC1_BIAS, *_FP8_ACT, _PLAIN_PREACT, _QUANTIZES, _PLAIN_BACKWARD, *_FP8_FC1),
         program=LINEAR_ACTIVATION_FP8,
         kernels=FP8_LINEAR_ACT_KERNELS,
         example=examples.MOE_ACTIVATION_QUANTIZE_FP8,
@@ -248,7 +260,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="linear_activation_fp8",
         pattern=(slot("fc1", "linear"), _ACTIVATION, slot("quantize", "quantize")),
-        guards=(*_FP8_BLOCKS, _EVEN, *_FP8_ACT, _PLAIN_PREACT, _QUANTIZES, _PLAIN_BACKWARD),
+        guards=(*_FP8_BLOCKS, _EVEN, *_FP8_ACT, _PLAIN_PREACT, _QUANTIZES, _PLAIN_BACKWARD, *_FP8_FC1),
         program=LINEAR_ACTIVATION_FP8,
         kernels=FP8_LINEAR_ACT_KERNELS,
         example=examples.FFN_ACTIVATION_QUANTIZE_FP8,
@@ -296,7 +308,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="grouped_linear_fp8",
         pattern=(slot("fc", "grouped_linear"),),
-        guards=(*_FP8_BLOCKS, _BF16_FC),
+        guards=(*_FP8_BLOCKS, _BF16_FC, *_FP8_FC),
         program=LINEAR_FP8,
         kernels=FP8_LINEAR_KERNELS,
         example=examples.MOE_LINEAR_FP8,
@@ -304,7 +316,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="linear_fp8",
         pattern=(slot("fc", "linear"),),
-        guards=(*_FP8_BLOCKS, _BF16_FC),
+        guards=(*_FP8_BLOCKS, _BF16_FC, *_FP8_FC),
         program=LINEAR_FP8,
         kernels=FP8_LINEAR_KERNELS,
         example=examples.FFN_LINEAR_FP8,

@@ -41,12 +41,9 @@ def weights_of(
     parameters, format = own.weights, recipe.operand_format("weight")
     if isinstance(parameters[0], QuantizedTensor):
         held = as_held(own, columnwise, ctxs[part.at].owner)
-        if held.format == format:
-            row, column = held.rowwise, held.columnwise
-            assert row is not None
-            return Fp8Weights(row.data, row.scale, *((None, None) if column is None else column[:2]))
-        values = [held.dequantize(DTYPE)]
-        return kernels.fp8_quantize_weight(values, columnwise, power_of_two(recipe))
+        row, column = held.rowwise, held.columnwise
+        assert row is not None
+        return Fp8Weights(row.data, row.scale, *((None, None) if column is None else column[:2]))
 
     def make() -> list[Tensor]:
         operands = [w.to(DTYPE) for w in own.operands(part.weight_dtype, records)]

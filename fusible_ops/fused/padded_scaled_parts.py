@@ -256,10 +256,7 @@ def weights_of(
         made = casts.cast(parameters, (format, columnwise, own.transposed, "padded"), records, make)
     else:
         held = as_held(own, columnwise, ctxs[part.at].owner)
-        if held.format == format:
-            made = _as_operands(_from_storage(held, False), _from_storage(held, True), format)
-        else:
-            made = _quantized(held.dequantize(DTYPE), format, columnwise)
+        made = _as_operands(_from_storage(held, False), _from_storage(held, True), held.format)
     one = 3 if format.two_level else 2
     row, column = Scaled(*made[:one]), Scaled(*made[one:])
     if column.data is not None and not format.transposes:
