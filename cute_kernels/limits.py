@@ -32,13 +32,17 @@ _PHRASES = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why not: which rule or kernel, at which stage, what it wanted and found, and what would help (may be empty)."""
+    """Why not: which rule or kernel, at which stage, what it wanted and found, and what would help (may be empty).
+
+    multiple: where a multiple of a number is wanted, that number, else 0.
+    """
 
     rule: str
     stage: str
     wanted: str
     found: str
     fix: str = ""
+    multiple: int = 0
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -112,6 +116,10 @@ class MultipleOf(Limit):
     def holds(self, facts: Facts) -> bool:
         value = facts[self.letter]
         return isinstance(value, int) and value > 0 and value % self.factor == 0
+
+    def check(self, facts: Facts, words: Words | None = None, rule: str = "") -> Refusal | None:
+        refusal = super().check(facts, words, rule)
+        return refusal and replace(refusal, multiple=self.factor)
 
     def wanted(self, facts: Facts, words: Words) -> str:
         return f"a multiple of {self.factor}"

@@ -8,6 +8,7 @@ that a rule took before whose kernels turned out not to compile.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cute_kernels.catalog import DEVICE_OFFSETS
@@ -167,9 +168,21 @@ def _attempt(rule: Rule, chain: Chain, start: int, target: Target) -> Step | Ref
     facts = match.facts()
     reasons = rule.unmet(facts, target, match.words())
     if reasons:
-        return Refused(rule.name, start, match.stop, reasons)
+        return Refused(rule.name, start, match.stop, tuple(_strictest(reasons)))
     labels = tuple(label for label, op in match.ops if op is not None)
     return Step(rule, start, match.stop, labels, rule.used(facts))
+
+
+def _strictest(reasons: tuple[Refusal, ...]) -> Iterator[Refusal]:
+    """Without those that say of the same number that it is no multiple of a divisor of what another one names."""
+    for one in reasons:
+        implied = (
+            other.found == one.found and other.multiple > one.multiple and other.multiple % one.multiple == 0
+            for other in reasons
+            if one.multiple
+        )
+        if not any(implied):
+            yield one
 
 
 def _furthest_first(refused: Refused) -> tuple[int, int]:

@@ -11,8 +11,8 @@ import pytest
 
 from cute_kernels.catalog import ACTIVATIONS, GLU_ACTIVATIONS, SM90_ACTIVATIONS
 from cute_kernels.target import Target
-from patterns import RULES, Chain, FrozenFacts, OpSpec, Plan, RecipeSpec, Rule, plan, slot
-from patterns.examples import FFN, MOE, MOE_LINEAR, QUANTIZE, activation, grouped_linear, linear
+from patterns import RULES, Chain, FrozenFacts, Match, OpSpec, Plan, RecipeSpec, Rule, plan, slot
+from patterns.examples import FFN, MOE, MOE_LINEAR, MOE_MXFP8, QUANTIZE, activation, grouped_linear, linear
 from patterns.guards import Guard, absent
 
 H200 = Target.named("sm_90a")
@@ -49,6 +49,22 @@ def test_linear_activation_linear_is_a_dense_pattern(kind: str) -> None:
     assert taken(result) == [("mlp", 0, 3)]
     names = {bound.kernel.name for bound in result.steps[0].kernels}
     assert "grouped_dbias" in names and "grouped_dscale" not in names
+
+
+def test_of_multiples_of_one_width_the_largest_is_said() -> None:
+    """Kernels of one rule want multiples of 8 and of 32; of other widths each says what it wants."""
+    chain = replace(
+        MOE_MXFP8, ops=(grouped_linear("fc1", 12, 192), activation("swiglu"), grouped_linear("fc2", 96, 68))
+    )
+    assert reasons(plan(chain, H200), "grouped_mlp_mxfp8") == [
+        f"{width}, needs a multiple of 32; pad the layer's features"
+        for width in ("fc1.in_features is 12", "fc2.out_features is 68")
+    ]
+    (rule,) = [rule for rule in RULES if rule.name == "grouped_mlp_mxfp8"]
+    match = rule.match(chain, 0)
+    assert isinstance(match, Match)
+    every = [refusal.multiple for refusal in rule.unmet(match.facts(), H200, match.words())]
+    assert sorted(every) == [8, 8, 32, 32]
 
 
 @pytest.mark.parametrize("kind", sorted({*ACTIVATIONS} - {*SM90_ACTIVATIONS}))
