@@ -62,6 +62,11 @@ def shared_as(former: Any, kernels: Any) -> Any:
     return former.over(kernels) if isinstance(former, SharingKernels) else kernels
 
 
+def margin_of(kernels: Any) -> int:
+    """SMs that `kernels` leave free."""
+    return kernels.margin if isinstance(kernels, SharingKernels) else 0
+
+
 class Turns:
     """The counters of one call of a run, once there are some, and whose turn it is."""
 
@@ -84,6 +89,10 @@ class SharingKernels:
 
     def __init__(self, kernels: Any, sharing: Sharing, counted: frozenset[str], turns: Turns) -> None:
         self._kernels, self._sharing, self._counted, self._turns = kernels, sharing, counted, turns
+
+    @property
+    def margin(self) -> int:
+        return self._sharing.sm_margin
 
     def over(self, kernels: Any) -> SharingKernels:
         """The same sharing of other functions."""

@@ -86,6 +86,12 @@ def check_scaled(**operands: Operand) -> None:
             )
 
 
+def check_margin(format: str, sm_margin: int) -> None:
+    """ValueError for a margin of a weight gradient from "mxfp8" or "nvfp4": its kernel leaves no SM free."""
+    if sm_margin and format in BLOCKS:
+        raise ValueError(f"sm_margin is {sm_margin}, needs 0: cuDNN Frontend's weight gradient from {format} has none")
+
+
 def operand(copy: Quantized, format: Format, columnwise: bool = False, ends: Tensor | None = None) -> Operand:
     """A copy that `quantization.quantize` made, of rows or of weights, as kernels take it.
 

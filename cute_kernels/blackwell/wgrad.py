@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.blackwell.frontend import library, run
-from cute_kernels.blackwell.operands import Operand, check_scaled, scale_settings
+from cute_kernels.blackwell.operands import Operand, check_margin, check_scaled, scale_settings
 from cute_kernels.reference import each_group
 
 
@@ -36,10 +36,7 @@ def wgrad(
     if b.columns != rows:
         raise ValueError(f"dy has {rows} rows, x {b.columns}")
     check_scaled(dy=a, x=b)
-    if x.scale is not None and sm_margin:
-        raise ValueError(
-            f"sm_margin is {sm_margin}, needs 0: cuDNN Frontend's weight gradient from {x.format} has none"
-        )
+    check_margin(x.format, sm_margin)
     if out is None:
         out = torch.empty(experts, n, k, dtype=torch.bfloat16, device=x.data.device)
     if not rows:

@@ -13,6 +13,7 @@ from fusible_ops.fused.fp8_parts import plain_rows
 from fusible_ops.fused.padded_products import padded
 from fusible_ops.fused.padded_scaled_parts import (
     Scaled,
+    check_wgrads,
     kept_of_weights,
     products_of,
     put_own_grads,
@@ -68,6 +69,7 @@ class PaddedLinearScaled(FusedOperation):
         assert recipe is not None
         records = ctxs[-1].requires_grad
         trains, passes = (records and flag for flag in (ctx.wants[0], ctx.input_requires_grad))
+        check_wgrads(ctx, trains)
         rows, scales = _rows(input_), self.fc.scales(extras)
         groups = PaddedGroups(self.fc.offsets(ctx.formulas, rows.shape[0], extras), rows.shape[0])
         factors, bias = row_factor(scales, dtype), self.fc.bias(ctxs, dtype, records)

@@ -12,6 +12,7 @@ from fusible_ops.fused.fp8_parts import plain_rows
 from fusible_ops.fused.padded_products import padded
 from fusible_ops.fused.padded_scaled_parts import (
     Scaled,
+    check_wgrads,
     kept_of_weights,
     products_of,
     put_grads,
@@ -82,6 +83,7 @@ class PaddedMLPScaled(FusedOperation):
         records = ctxs[-1].requires_grad
         trains1, passes1 = (records and flag for flag in (ctx.wants[0], ctx.input_requires_grad))
         trains2, passes2 = (records and flag for flag in (ctx2.wants[0], ctx2.input_requires_grad))
+        check_wgrads(ctx, trains1, trains2)
         rows = plain_rows(input_)
         groups = PaddedGroups(fc1.offsets(ctx.formulas, rows.shape[0], extras), rows.shape[0])
         products = products_of(ctx, groups)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_kernels.activation import Activation
 from cute_kernels.blackwell import mxfp8_reference, nvfp4_reference
-from cute_kernels.blackwell.operands import operand
+from cute_kernels.blackwell.operands import check_margin, operand
 from cute_kernels.blackwell.rows import PaddedGroups
 from cute_kernels.blackwell.scaled_reference import alpha_of
 from cute_kernels.quantization.formats import Format
@@ -24,6 +24,7 @@ from fusible_ops.parameters import as_one
 from fusible_ops.quantized_parameters import as_held
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.quantizer import Quantizer
+from fusible_ops.sharing import margin_of
 
 
 class Scaled(NamedTuple):
@@ -185,6 +186,13 @@ def products_of(ctx: OperationContext, groups: PaddedGroups) -> Mxfp8Products:
     """Those of the recipe."""
     assert ctx.recipe is not None
     return (Nvfp4Products if ctx.recipe.operand_format("input").two_level else Mxfp8Products)(ctx, groups)
+
+
+def check_wgrads(ctx: OperationContext, *trains: bool) -> None:
+    """ValueError if weight gradients, which take no margin, will be asked for with one. trains: of each linear."""
+    assert ctx.recipe is not None
+    if any(trains):
+        check_margin("nvfp4" if ctx.recipe.operand_format("input").two_level else "mxfp8", margin_of(ctx.kernels))
 
 
 def _alpha(a: Scaled, b: Scaled) -> Tensor:
