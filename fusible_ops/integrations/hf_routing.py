@@ -17,7 +17,7 @@ from torch import Tensor
 class Routing:
     """order [S]: for each row its (token, choice), as token·K + choice. tokens [S]: the token of each row.
     places [T, K]: the row of each. splits [G]: rows of each expert. All int64. Rows past the last split belong to no
-    expert here: choices of ids >= G.
+    expert here: choices of ids outside of 0 to G - 1.
     """
 
     order: Tensor
@@ -27,11 +27,14 @@ class Routing:
 
 
 def route(choices: Tensor, experts: int) -> Routing:
-    """choices [T, K]: expert ids from 0 on; those that are `experts` or more belong to somebody else's experts."""
-    ids, order = torch.sort(choices.reshape(-1), stable=True)
+    """choices [T, K], of a signed integer dtype: expert ids from 0 on. Others, `experts` or more (somebody else's
+    experts) or negative (nobody's), lie behind those.
+    """
+    least = torch.iinfo(choices.dtype).min  # whose bit turned over puts negative numbers behind the others
+    ids, order = torch.sort(choices.reshape(-1) ^ least, stable=True)
     rows = torch.arange(ids.shape[0], dtype=order.dtype, device=order.device)
     places = torch.empty_like(order).scatter(0, order, rows)
-    ends = torch.searchsorted(ids, torch.arange(experts + 1, dtype=ids.dtype, device=ids.device))
+    ends = torch.searchsorted(ids, torch.arange(least, least + experts + 1, dtype=ids.dtype, device=ids.device))
     return Routing(order, order // choices.shape[1], places.view(choices.shape), ends.diff())
 
 

@@ -71,7 +71,7 @@ def experts_forward(
 ) -> Tensor:
     """out_t = Σ_k w_tk · (W2_e act(W1_e x_t + b1_e) + b2_e), e = index_tk: what an experts module does.
 
-    hidden_states [T, H], top_k_index [T, K] (ids of experts that are not here, `num_experts` or more, add nothing),
+    hidden_states [T, H], top_k_index [T, K] (ids of no expert here, `num_experts` or more or negative, add nothing),
     top_k_weights [T, K] float. Out [T, H] in hidden_states' dtype; between them the weights' dtype, or autocast's. The
     host reads nothing of the device. Errors: as `fusible_ops.functional.grouped_mlp`.
     """
