@@ -74,8 +74,8 @@ def _filled_up(scale: Tensor) -> Tensor:
 
 
 def padded_group_offsets(split_sizes: Tensor, rows: int, multiple: int = MULTIPLE) -> tuple[Tensor, Tensor]:
-    """(offsets, padded): `reference.group_offsets`, and where the groups begin once each is padded to `multiple` rows,
-    a divisor of 128.
+    """(offsets, padded): `reference.group_offsets`, and where the groups begin once each is padded to a multiple of so
+    many rows.
     """
     offsets = reference.group_offsets(split_sizes, rows)
     return offsets, padded_offsets(offsets, multiple)

@@ -91,45 +91,28 @@ def group_offsets_and_counters(split_sizes: Tensor, rows: int, counters: int) ->
 
 
 def padded_group_offsets(split_sizes: Tensor, rows: int, multiple: int = MULTIPLE) -> tuple[Tensor, Tensor]:
-    """`fp8_reference.padded_group_offsets`: two int32 [G+1] from one launch.
-
-    The kernel pads to 128. To pad to less, it is given sizes that much larger: three small launches more.
-    """
-    times = MULTIPLE // multiple
-    if times * multiple != MULTIPLE:
-        raise ValueError(f"{SM90_PADDED_GROUP_OFFSETS.name}: multiple is {multiple}, needs a divisor of {MULTIPLE}")
-    size, device = split_sizes.numel() + 1, split_sizes.device
-    if times == 1:
-        padded = torch.empty(size, dtype=torch.int32, device=device)
-        return _offsets(split_sizes, rows, padded=padded), padded
-    if rows >= MOST_ROWS // times:
-        raise ValueError(_too_many(rows, MOST_ROWS // times))
-    both = torch.empty(2, size, dtype=torch.int32, device=device)
-    _offsets(split_sizes.clamp(0, rows).mul_(times), times * rows, *both)
-    offsets, padded = both.floor_divide_(times)
-    return offsets, padded
+    """`fp8_reference.padded_group_offsets`: two int32 [G+1] from one launch; multiple: 1 to 128."""
+    if not 1 <= multiple <= MULTIPLE:
+        raise ValueError(f"{SM90_PADDED_GROUP_OFFSETS.name}: multiple is {multiple}, needs 1 to {MULTIPLE}")
+    padded = torch.empty(split_sizes.numel() + 1, dtype=torch.int32, device=split_sizes.device)
+    return _offsets(split_sizes, rows, padded=padded, multiple=multiple), padded
 
 
 def _offsets(
     split_sizes: Tensor,
     rows: int,
-    offsets: Tensor | None = None,
     padded: Tensor | None = None,
     counters: Tensor | None = None,
+    multiple: int = MULTIPLE,
 ) -> Tensor:
-    """Offsets, in `offsets` if that is given."""
     shape, device = split_sizes.shape, split_sizes.device
     options = _offsets_options(split_sizes.dtype, shape, device, counters is not None, padded is not None)
     if rows >= MOST_ROWS:
-        raise ValueError(_too_many(rows, MOST_ROWS))
-    if offsets is None:
-        offsets = torch.empty(shape[0] + 1, dtype=torch.int32, device=device)
-    launch.kernel(MODULE, options, ARCH)(split_sizes, offsets, padded, counters, rows, launch.current_stream(device))
+        raise ValueError(f"{SM90_GROUP_OFFSETS.name}: T is {rows}, needs less than {MOST_ROWS}")
+    offsets = torch.empty(shape[0] + 1, dtype=torch.int32, device=device)
+    kernel = launch.kernel(MODULE, options, ARCH)
+    kernel(split_sizes, offsets, padded, counters, rows, multiple, launch.current_stream(device))
     return offsets
-
-
-def _too_many(rows: int, limit: int) -> str:
-    return f"{SM90_GROUP_OFFSETS.name}: T is {rows}, needs less than {limit}"
 
 
 @functools.lru_cache(KEPT)

@@ -35,7 +35,6 @@ THREADS, WARPS = 256, 8  # of a team
 ALONE_TEAMS, ALONE_BYTES = 4, 128 * 1024  # of a CTA that has its SM to itself: teams, shared memory (more than half)
 VECTOR = 8  # columns of one lane
 SPAN = 32 * VECTOR  # columns of one warp
-BLOCK = 128  # tokens that a padded group is a multiple of
 CHUNK = 256  # rows that one CTA of ColumnSums adds up
 BATCH = 4  # rows that a warp of ColumnSums has in flight
 
@@ -142,9 +141,10 @@ class GroupOffsets:
         padded: cute.Tensor | None,
         counters: cute.Tensor | None,
         rows: Int32,
+        multiple: Int32,
         stream,
     ):
-        self.kernel(splits, offsets, padded, counters, rows).launch(
+        self.kernel(splits, offsets, padded, counters, rows, multiple).launch(
             grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -156,6 +156,7 @@ class GroupOffsets:
         padded: cute.Tensor | None,
         counters: cute.Tensor | None,
         rows: Int32,
+        multiple: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         if const_expr(counters is not None):
@@ -177,28 +178,25 @@ class GroupOffsets:
         if thread == 0:
             offsets[0] = Int32(0)
         if const_expr(padded is not None):
-            self.pad(splits, padded, rows, first, begin, end, warp_totals)
+            self.pad(splits, padded, rows, multiple, first, begin, end, warp_totals)
 
     @cute.jit
-    def pad(self, splits, padded: cute.Tensor, rows, first, begin, end, warp_totals):
-        """Sums of the capped sizes, each rounded up to whole blocks. first: the offset of group `begin`."""
+    def pad(self, splits, padded: cute.Tensor, rows, multiple, first, begin, end, warp_totals):
+        """Sums of the capped sizes, each rounded up to a multiple. first: the offset of group `begin`."""
         mine, total = Int32(0), first
         for g in cutlass.range(begin, end, unroll=1):
             after = self.add(total, splits[g], rows)
-            mine += self.whole_blocks(after - total)
+            mine += (after - total + multiple - 1) // multiple * multiple
             total = after
         cute.arch.sync_threads()
         place, total = self.sum_below(mine, warp_totals, Int32(2**31 - 1)), first
         for g in cutlass.range(begin, end, unroll=1):
             after = self.add(total, splits[g], rows)
-            place += self.whole_blocks(after - total)
+            place += (after - total + multiple - 1) // multiple * multiple
             total = after
             padded[g + 1] = place
         if cute.arch.thread_idx()[0] == 0:
             padded[0] = Int32(0)
-
-    def whole_blocks(self, size):
-        return (size + (BLOCK - 1)) // BLOCK * BLOCK
 
     @cute.jit
     def sum_below(self, mine, warp_totals, cap):
@@ -234,14 +232,16 @@ class GroupOffsets:
 
 
 def build_group_offsets(options):
-    """splits, offsets, padded offsets or None, counters (at most 256) or None, rows, stream."""
+    """splits, offsets, padded offsets or None, counters (at most 256) or None, rows, what a padded group is a multiple
+    of, stream.
+    """
     splits = make_fake_tensor(
         TYPES[options.index], (cute.sym_int(),), (cute.sym_int64(),), assumed_align=TYPES[options.index].width // 8
     )
     padded = vector_of(Int32, cute.sym_int()) if options.padded else None
     counters = vector_of(Int32, cute.sym_int()) if options.counts else None
     offsets = vector_of(Int32, cute.sym_int())
-    return GroupOffsets(options), (splits, offsets, padded, counters, Int32(0), make_fake_stream())
+    return GroupOffsets(options), (splits, offsets, padded, counters, Int32(0), Int32(1), make_fake_stream())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

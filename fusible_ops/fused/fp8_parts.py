@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cute_kernels.fp8_reference import Fp8Copies, Fp8Weights
 from cute_kernels.quantization.formats import FP32_POWER_OF_2, Format
-from cute_kernels.quantization.groups import MULTIPLE, group_multiple
+from cute_kernels.quantization.groups import group_multiple
 from cute_kernels.quantization.quantize import Quantized
 from fusible_ops import casts
 from fusible_ops.fused.parts import Contexts, LinearPart, as_rows
@@ -191,15 +191,9 @@ def plain_rows(t: Tensor) -> Tensor:
     return as_rows(t.dequantize(DTYPE) if isinstance(t, QuantizedTensor) else t, DTYPE).contiguous()
 
 
-def padded_groups(
-    kernels: Any, splits: Tensor | None, like: Tensor, recipe: Recipe, trains: bool
-) -> tuple[Groups, Tensor]:
-    """(the groups of the rows of `like`, their offsets once each is padded to whole blocks).
-
-    trains: copies along the tokens are read or kept, so they are padded as those are; else to 128, in one launch.
-    """
+def padded_groups(kernels: Any, splits: Tensor | None, like: Tensor, recipe: Recipe) -> tuple[Groups, Tensor]:
+    """(the groups of the rows of `like`, their offsets once each is padded to whole blocks)."""
     count = like.shape[:-1].numel()
     sizes = torch.full((1,), count, dtype=torch.int32, device=like.device) if splits is None else splits
-    multiple = group_multiple(recipe.operand_format("input")) if trains else MULTIPLE
-    offsets, padded = kernels.padded_group_offsets(sizes, count, multiple)
+    offsets, padded = kernels.padded_group_offsets(sizes, count, group_multiple(recipe.operand_format("input")))
     return Groups(offsets, splits, version_of(splits)), padded

@@ -95,7 +95,7 @@ class GroupedLinearActivationFp8(FusedOperation):
         rows = row_factor(probs, dtype)
         if self.fc.covers_all_rows:
             rows = probs_of_tokens(rows, ctxs[self.act.at])
-        groups, padded = padded_groups(kernels, splits, input_, recipe, trains)
+        groups, padded = padded_groups(kernels, splits, input_, recipe)
         w = weights_of(self.fc, ctxs, recipe, kernels, passes, records)
         format = recipe.operand_format("input")
         x = copies_of(input_, groups, padded, format, kernels, True, trains, False)

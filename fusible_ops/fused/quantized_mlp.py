@@ -124,7 +124,7 @@ class QuantizedMLP(FusedOperation):
         rows, factors = row_factor(probs, dtype), row_factor(scales, dtype)
         if self.fc1.covers_all_rows:
             rows = probs_of_tokens(rows, ctxs[self.act.at])
-        groups, padded = padded_groups(kernels, splits, input_, recipe, any(trains))
+        groups, padded = padded_groups(kernels, splits, input_, recipe)
         biases = self.fc1.bias(ctxs, dtype, records), self.fc2.bias(ctxs, dtype, records)
         for own, wanted in zip((ctx, ctx2), passes, strict=True):
             own.unchanged = read_by_backward(own.held) if wanted else None

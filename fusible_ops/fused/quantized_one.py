@@ -66,7 +66,7 @@ class QuantizedOne(FusedOperation):
         trains, passes = (records and flag for flag in (ctx.wants[0], ctx.input_requires_grad))
         scales = self.fc.scales(extras)
         factors = row_factor(scales, dtype)
-        groups, padded = padded_groups(kernels, self.fc.split_sizes(extras), input_, recipe, trains)
+        groups, padded = padded_groups(kernels, self.fc.split_sizes(extras), input_, recipe)
         bias = self.fc.bias(ctxs, dtype, records)
         call = Call(ctxs, input_, groups, padded, recipe, kernels, records, factors)
         ctx.unchanged = read_by_backward(ctx.held) if passes else None
