@@ -1,4 +1,4 @@
-"""Processes of one job for tests: gloo between CPU processes, NCCL between GPUs."""
+"""Processes of one job for tests: NCCL between GPUs; gloo between CPU processes, or such that share a GPU."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ import torch.multiprocessing as mp
 from tests.models import as_if_on
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu("sm_90a"))]
+ONE_GPU = pytest.param("cuda:0", marks=pytest.mark.gpu("sm_90a"))
+"""All ranks on one GPU, for what does not need NCCL."""
 
 
 def on_ranks(run: Callable[..., Any], ranks: int, device: str, folder: Path, *args: Any) -> list[Any]:
@@ -35,12 +37,11 @@ def _rank(rank: int, run: Callable[..., Any], ranks: int, device: str, folder: P
     torch.set_num_threads(1)
     # As torchrun does; transformers places a model by them.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    place = device
-    if device == "cuda":
-        place = f"cuda:{rank}"
-        torch.cuda.set_device(rank)
+    place = f"cuda:{rank}" if device == "cuda" else device
+    if device != "cpu":
+        torch.cuda.set_device(place)
     store = f"file://{folder}/store"
-    wait = timedelta(seconds=300 if device == "cuda" else 60)  # GPUs may have to wait for kernels to be compiled
+    wait = timedelta(seconds=60 if device == "cpu" else 300)  # GPUs may have to wait for kernels to be compiled
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store, wait, ranks, rank)
     torch.save(run(place, rank, *args), folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -10,7 +10,7 @@ import torch
 
 from fusible_ops.integrations import transformer_engine as plugin
 from tests import megatron_layer
-from tests.ranks import DEVICES, on_ranks, planned
+from tests.ranks import DEVICES, ONE_GPU, on_ranks, planned
 
 DEVICE = "cuda" if megatron_layer.on_gpu() else "cpu"
 
@@ -45,9 +45,9 @@ def _differences(device: str, rank: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [*DEVICES, ONE_GPU])
 def test_experts_of_two_ranks(tmp_path: Path, device: str) -> None:
-    """Expert parallelism; on GPUs Megatron's all-to-all."""
+    """Expert parallelism; on GPUs, also on one that both share, Megatron's all-to-all."""
     if device == "cpu" and DEVICE != "cpu":
         pytest.skip("where there is a GPU, Megatron uses it")
     megatron_layer.load()
