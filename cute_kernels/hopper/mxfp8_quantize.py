@@ -34,8 +34,7 @@ from cute_kernels.mxfp8_reference import BLOCK, Mxfp8Copies, Mxfp8Weights, store
 MODULE = "cute_kernels.hopper.mxfp8_quantize_kernel"
 ARCH = SM90_MXFP8_QUANTIZE.arch
 WARPS = 16  # as the kernel has, at most; of its pieces, as `quantize_pieces`
-COLUMNS = 4
-RESTORED_COLUMNS = 8
+SPAN, RESTORED_SPAN = 128, 256
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def _plan(x: TensorFacts, offsets: TensorFacts, padded: TensorFacts, sm_margin: 
     kernel.require(dtype=dtype_name(x.dtype), K=width)
     groups = check_offsets(kernel.name, offsets, x)
     check_shape(kernel.name, "padded", padded, (groups + 1,), x, (torch.int32,))
-    pieces = stored_shapes(rows, groups, width)[0][0] // BLOCK * -(-width // (32 * COLUMNS))
+    pieces = stored_shapes(rows, groups, width)[0][0] // BLOCK * -(-width // SPAN)
     grid = min(multiprocessors(kernel, x.device, sm_margin), -(-pieces // WARPS))
     return Plan(groups, grid, is_readable(x))
 
@@ -137,7 +136,7 @@ def _restore_grid(
         check_shape(kernel.name, name, t, shape, data, (dtype,))
         if not t.is_contiguous() or not t.aligned:
             raise ValueError(f"{kernel.name}: {name} needs to be contiguous from a multiple of {VECTOR_BYTES} bytes on")
-    pieces = data.shape[0] // BLOCK * -(-width // (32 * RESTORED_COLUMNS))
+    pieces = data.shape[0] // BLOCK * -(-width // RESTORED_SPAN)
     return min(multiprocessors(kernel, data.device, sm_margin), -(-pieces // WARPS))
 
 
@@ -164,5 +163,5 @@ def mxfp8_quantize_weight(
 def _weight_grid(weights: tuple[TensorFacts, ...], sm_margin: int) -> int:
     kernel = SM90_MXFP8_QUANTIZE_WEIGHT
     rows, columns = check_plain_weights(kernel, weights)
-    pieces = rows // BLOCK * -(-columns // (32 * COLUMNS))
+    pieces = rows // BLOCK * -(-columns // SPAN)
     return min(multiprocessors(kernel, weights[0].device, sm_margin), -(-pieces // WARPS))

@@ -9,36 +9,50 @@ not read and count as zeros.
 
 Roles: warps that have nothing in common, persistent, one CTA an SM: each takes a piece of 32 rows x 128 columns (256 to
 restore) after another. To quantise, a warp's next piece is on its way to shared memory (`quantize_pieces`) while it
-works at one in registers, 4 columns a thread; to restore, a thread asks for 8 columns of all 32 rows at once.
-A column's block is one thread's; a row's is that of 8 lanes, which meet by shuffles, two rows to a word.
+works at one in registers: 8 neighbouring columns of every second row a thread, 16 bytes to load and to store. A
+column's block is that of 2 lanes, a row's that of 4, who share the work at its scales: each forms some and they trade.
+To restore, a thread asks for 8 columns of all 32 rows at once.
 
-Numerics: maxima are exact, products with powers of two FP32, one rounding to E4M3.
+Numerics: maxima are exact, products with powers of two too, one rounding to E4M3. A piece takes 1243 instructions of a
+warp, rows and the stored copy wanted (2430 when a thread had 4 columns of all rows and values went through FP32).
+
+Measured on one H200 (2026-12-01, shares of what a copy of 1 GiB moves, variants in turn; dsv3, gptoss, qwen3 of
+docs/performance.md):                       rows and stored      rows and columns
+    this kernel                             0.87 0.83 0.85       0.90 0.81 0.88
+    4 columns of all rows a thread, FP32    0.85 0.80 0.83       0.89 0.80 0.87
+    pieces of 64 columns, 24 warps          0.83 0.83 0.84       0.82 0.83 0.83
+    the same, 28 warps                      0.83 0.82 0.83       0.82 0.82 0.82
+    the same, x evicted from L2 first       0.81 0.81 0.81       0.81 0.81 0.82
+    the same, a CTA's pieces neighbours     0.76 0.77 0.77       0.73 0.74 0.74
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import BFloat16, Boolean, Float8E4M3FN, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Uint8, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-from cute_kernels.hopper.epilogues.eights import load_global, store_global
-from cute_kernels.hopper.fp8_scales import MAGNITUDES, bf16_bits, exchanged, halves_of, max_halves
-from cute_kernels.hopper.mxfp8_scales import (
-    BLOCK,
-    decode_factor,
-    elements,
-    encode_factor,
-    restored_word,
-    scale_byte,
-    values_of,
-)
-from cute_kernels.hopper.quantize_pieces import COLUMNS, Piece, Pieces, address, find
+from cute_kernels.hopper.epilogues.eights import load_global, load_shared, permuted, share, store_global
+from cute_kernels.hopper.fp8_scales import FOURS, MAGNITUDES, exchanged, halves_of
+from cute_kernels.hopper.mxfp8_packed import APART, rounded_pair, scale_pair, scaled_elements
+from cute_kernels.hopper.mxfp8_scales import BLOCK, decode_factor, values_of
+from cute_kernels.hopper.nvfp4_scales import larger_halves
+from cute_kernels.hopper.quantize_pieces import SPAN, Piece, Pieces, address, find
 from cute_kernels.hopper.rowwise_kernel import row_matrix, vector_of
 
 WARPS = 16
-RESTORED_COLUMNS = 8
+COLUMNS = 8
+"""Of a thread."""
+WORDS = COLUMNS // 2
+ACROSS = SPAN // COLUMNS
+"""Lanes beside each other; the others have the next row."""
+DOWN = 32 // ACROSS
+ROWS = BLOCK // DOWN
+"""Of a thread, every second."""
 
 
 class Copies(NamedTuple):
@@ -57,144 +71,153 @@ def piece_of(index, spans, offsets, padded):
     top = block * BLOCK
     group = find(padded, top)
     row = offsets[group] + top - padded[group]
-    column = ((index - block * spans) * 32 + cute.arch.lane_idx()) * RESTORED_COLUMNS
+    column = ((index - block * spans) * 32 + cute.arch.lane_idx()) * COLUMNS
     return Piece(row, cutlass.min(offsets[group + 1] - row, BLOCK), top, column)
 
 
+def larger_of(words):
+    """The larger magnitudes of words' halves, of some sign."""
+    return functools.reduce(larger_halves, words)
+
+
+def shared(words, lane, distances):
+    """`eights.share` of the larger magnitudes of words."""
+    found = share(
+        [word.bitcast(Float32) for word in words],
+        lambda a, b: larger_halves(a.bitcast(Uint32), Float32(b).bitcast(Uint32)).bitcast(Float32),
+        lane,
+        distances,
+    )
+    return [word.bitcast(Uint32) & Uint32(MAGNITUDES) for word in found]
+
+
+def twice(word, upper: bool):
+    """One half of a word, in both."""
+    return halves_of(word, word, upper)
+
+
 class Quantize:
-    """What a thread does with a piece. Its values are words [row][pair of columns]."""
+    """What a thread does with its part of a piece: words [row][pair of columns]."""
 
     def __init__(self, square: bool):
         self.square = square
 
-    def column_maxima(self, words):
-        """The largest magnitudes of the thread's columns, two a word."""
-        largest = [word & Uint32(MAGNITUDES) for word in words[0]]
-        for row in words[1:]:
-            largest = [max_halves(one, word & Uint32(MAGNITUDES)) for one, word in zip(largest, row, strict=True)]
-        return largest
-
-    def row_maxima(self, words):
-        """The largest magnitudes of rows over the 8 lanes of a block, two rows a word."""
-        found = []
-        for r in range(0, BLOCK, 2):
-            both = [max_halves(*(word & Uint32(MAGNITUDES) for word in row)) for row in words[r : r + 2]]
-            largest = max_halves(halves_of(*both, False), halves_of(*both, True))
-            for distance in (1, 2, 4):
-                largest = max_halves(largest, exchanged(largest, distance))
-            found.append(largest)
-        return found
-
-    def halves(self, largest):
-        """The FP32 bits of both halves of a word of maxima."""
-        return bf16_bits(largest & Uint32(0xFFFF)), bf16_bits(largest >> 16)
-
-    def piece(self, words, width, copies: Copies, piece: Piece):
-        """Everything that is wanted of one piece."""
+    def piece(self, words, width, copies: Copies, piece: Piece, lane):
+        """Everything that is wanted of one piece. What is formed for a copy waits for the copy before, or it would stay
+        in registers.
+        """
         inside = piece.column < width
-        if self.square:
-            self.store_square(words, copies, piece, inside)
+        if const_expr(self.square):
+            self.store_square(words, copies.rows, piece, inside, lane)
             return
         zero = Uint32(width) >> 31  # which only we know
-        if copies.columns is not None or copies.data is not None:
-            amax = [bits for largest in self.column_maxima(words) for bits in self.halves(largest)]
-            bytes_ = [scale_byte(bits) for bits in amax]
-            encode = [encode_factor(byte) for byte in bytes_]
-            _, piece = self.later([], piece, zero & Uint32(bytes_[0]))
-            if copies.columns is not None:
-                factors = encode, [decode_factor(byte) for byte in bytes_]
-                last = self.store_values(words, lambda r, last: factors, copies.columns, piece, inside)
-                words, piece = self.later(words, piece, zero & last)
-            if copies.data is not None:
-                last = self.store_elements(words, encode, bytes_, copies, piece, inside)
-                words, piece = self.later(words, piece, zero & last)
-        if copies.rows is not None:
-            self.store_rows(words, copies, piece, inside, zero)
+        last = Uint32(0)
+        if const_expr(copies.columns is not None or copies.data is not None):
+            found = [scale_pair(word) for word in self.column_maxima(words, lane)]
+            encode = self.everyones([one[0] for one in found], lane)
+            if const_expr(copies.columns is not None):
+                factors = encode, self.everyones([one[1] for one in found], lane)
+                last = self.store_values(words, lambda row: factors, copies.columns, piece, inside)
+                encode = [word | (zero & last) for word in encode]
+            if const_expr(copies.data is not None):
+                last = self.store_elements(words, encode, copies.data, piece, inside)
+                self.store_scales([one[2] for one in found], copies.scale, piece, lane)
+        if const_expr(copies.rows is not None):
+            self.store_rows(words, copies.rows, piece, inside, lane, zero & last)
 
-    def later(self, words, piece: Piece, zero):
-        """The same, not before `zero` is known: else what is formed of them for two copies stays in registers."""
-        piece = piece._replace(row=piece.row + Int32(zero), left=piece.left + Int32(zero))
-        return [[word ^ zero for word in row] for row in words], piece
+    def column_maxima(self, words, lane):
+        """Of the thread's columns and the same of the rows between, a half of them a lane, two a word."""
+        return shared([larger_of(column) for column in zip(*words, strict=True)], lane, (ACROSS,))
 
-    def store_rows(self, words, copies: Copies, piece: Piece, inside, zero):
-        """Values in blocks of 1x32. The scales of a row wait for the row before."""
-        maxima = self.row_maxima(words)
+    def everyones(self, words, lane):
+        """What both lanes of some columns have of them, for all of these."""
+        first = lane % ACROSS
+        return [
+            Uint32(cute.arch.shuffle_sync(word, offset=first + half * ACROSS)) for half in range(DOWN) for word in words
+        ]
 
-        def factors(r: int, last):
-            largest = maxima[r // 2] if last is None else maxima[r // 2] | (zero & last)
-            byte = scale_byte(self.halves(largest)[r % 2])
-            return [encode_factor(byte)] * COLUMNS, [decode_factor(byte)] * COLUMNS
+    def store_rows(self, words, out: cute.Tensor, piece: Piece, inside, lane, zero):
+        """Values in blocks of 1x32: maxima of two rows a word, of which each of 4 lanes gets some."""
+        pairs = []
+        for row in range(0, ROWS, 2):
+            both = [larger_of(words[row + i]) for i in range(2)]
+            pairs.append(larger_halves(halves_of(*both, False), halves_of(*both, True)))
+        found = [[word | zero for word in scale_pair(largest)] for largest in shared(pairs, lane, (2, 1))]
 
-        self.store_values(words, factors, copies.rows, piece, inside)
+        def factors(row: int):
+            owner, index = divmod(row // 2, len(found))
+            mine = [cute.arch.shuffle_sync(word, offset=owner, mask_and_clamp=FOURS) for word in found[index][:2]]
+            return [[twice(word, row % 2 == 1)] * WORDS for word in mine]
 
-    def store_square(self, words, copies: Copies, piece: Piece, inside):
+        self.store_values(words, factors, out, piece, inside)
+
+    def store_square(self, words, out: cute.Tensor, piece: Piece, inside, lane):
         """Values in blocks of 32x32: one scale for 8 lanes."""
-        largest = self.column_maxima(words)
-        largest = max_halves(*largest)
-        largest = max_halves(largest, largest >> 16)
-        for distance in (1, 2, 4):
-            largest = max_halves(largest, exchanged(largest, distance))
-        byte = scale_byte(bf16_bits(largest & Uint32(0xFFFF)))
-        factors = [encode_factor(byte)] * COLUMNS, [decode_factor(byte)] * COLUMNS
-        self.store_values(words, lambda r, last: factors, copies.rows, piece, inside)
+        largest = larger_of([larger_of(row) for row in words])
+        largest = larger_halves(largest, largest >> 16)
+        for distance in (1, 2, ACROSS):
+            largest = larger_halves(largest, exchanged(largest, distance))
+        found = scale_pair(largest & Uint32(0x7FFF))
+        factors = [[twice(word, False)] * WORDS for word in found[:2]]
+        self.store_values(words, lambda row: factors, out, piece, inside)
 
     def store_values(self, words, factors, out: cute.Tensor, piece: Piece, inside):
-        """Rounded values to `out`. factors(row, a word of the row before or None): (to encode, to decode) by column."""
+        """Rounded values to `out`. factors(row): words that encode and words that decode its columns."""
         start, step = address(out, piece.row, piece.column)
-        last = None
-        zero = Uint32(out.shape[1]) >> 31
-        for r in range(BLOCK):
-            if last is not None and r % 4 == 0:
-                start += Int64(zero & last)  # addresses, too, wait
-            encode, decode = factors(r, last)
-            pairs = [slice(2 * i, 2 * i + 2) for i in range(COLUMNS // 2)]
-            result = [restored_word(word, encode[at], decode[at]) for word, at in zip(words[r], pairs, strict=True)]
-            store_global(start + r * step, 0, inside & (r < piece.left), result)
-            last = result[0]
-        return last
+        apart = Uint32(APART) | Uint32(out.shape[1]) >> 31  # kept in a register
+        for row in range(ROWS):
+            result = [rounded_pair(*each, apart) for each in zip(words[row], *factors(row), strict=True)]
+            store_global(start + row * DOWN * step, 0, inside & (row * DOWN < piece.left), result)
+        return result[0]
 
-    def store_elements(self, words, encode, bytes_, copies: Copies, piece: Piece, inside):
-        """E4M3 to the padded matrix, zeros in its padding, and the scales of the block."""
-        start, step = address(copies.data, piece.padded, piece.column)
-        for r in range(BLOCK):
-            last = elements(words[r], encode)
-            store_global(start + r * step, 0, inside, [last])
-        packed = Uint32(bytes_[0])
-        for i, byte in enumerate(bytes_[1:]):
-            packed = packed | Uint32(byte) << (8 * (i + 1))
-        place, _ = address(copies.scale, piece.padded // BLOCK, piece.column)
-        store_global(place, 0, piece.column < copies.scale.shape[1], [packed])
-        return last
+    def store_elements(self, words, encode, data: cute.Tensor, piece: Piece, inside):
+        """E4M3 to the padded matrix, zeros in its padding."""
+        start, step = address(data, piece.padded, piece.column)
+        for row in range(ROWS):
+            result = [scaled_elements(words[row][i : i + 2], encode[i : i + 2]) for i in (0, 2)]
+            store_global(start + row * DOWN * step, 0, inside, result)
+        return result[0]
+
+    def store_scales(self, pairs, scale: cute.Tensor, piece: Piece, lane):
+        """Bytes of 4 columns a lane."""
+        column = piece.column + lane // ACROSS * (COLUMNS // DOWN)
+        place, _ = address(scale, piece.padded // BLOCK, column)
+        store_global(place, 0, column < scale.shape[1], [permuted(*pairs, 0x6420)])
 
 
 class QuantizeRows(Quantize):
-    """Rows of groups. scattered: see `quantize_pieces`."""
+    """Rows of groups."""
 
-    def __init__(self, square: bool, scattered: bool):
+    def __init__(self, square: bool, warps: int):
         super().__init__(square)
-        self.pieces = Pieces(BLOCK, WARPS, 1, scattered)
+        self.warps = warps
+        self.pieces = Pieces(BLOCK, warps, 1, scattered=True)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, offsets: cute.Tensor, padded: cute.Tensor, copies: tuple, grid: Int32, stream):
         atom, tensor = self.pieces.source(x)
         self.Storage = self.pieces.storage()
         self.kernel(atom, tensor, offsets, padded, copies).launch(
-            grid=[grid, 1, 1], block=[WARPS * 32, 1, 1], min_blocks_per_mp=1, stream=stream
+            grid=[grid, 1, 1], block=[self.warps * 32, 1, 1], min_blocks_per_mp=1, stream=stream
         )
 
     @cute.kernel
     def kernel(
         self, atom: cute.CopyAtom, tensor: cute.Tensor, offsets: cute.Tensor, padded: cute.Tensor, copies: tuple
     ):
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         memory = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        if warp == 0:
+            cpasync.prefetch_descriptor(atom)
         width, phase = tensor.shape[0], Int32(0)
         way, there = self.pieces.start(memory, warp, width, padded)
         if way.first < way.end:
             there = self.pieces.ask(memory, atom, tensor, warp, there, way, offsets, padded)
+        row, column = lane // ACROSS, lane % ACROSS * COLUMNS
         for index in cutlass.range(way.first, way.end, way.step, unroll=1):
-            piece, _, words = self.pieces.arrived(memory, warp, phase)
-            words = words[:]
+            piece, _, place = self.pieces.there(memory, warp, phase)
+            place += 2 * (row * SPAN + column)
+            words = [load_shared(place, i * DOWN * 2 * SPAN, WORDS) for i in range(ROWS)]
             phase ^= 1
             cute.arch.sync_warp()
             if index + way.step < way.end:
@@ -203,7 +226,8 @@ class QuantizeRows(Quantize):
             if const_expr(Copies(*copies).data is not None):
                 wanted = Boolean(True)  # zeros in the padding
             if wanted:
-                self.piece(words, width, Copies(*copies), piece)
+                mine = Piece(piece.row + row, piece.left - row, piece.padded + row, piece.column + column)
+                self.piece(words, width, Copies(*copies), mine, lane)
 
 
 class Restore:
@@ -231,7 +255,7 @@ class Restore:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        spans = (out.shape[1] + 32 * RESTORED_COLUMNS - 1) // (32 * RESTORED_COLUMNS)
+        spans = (out.shape[1] + 32 * COLUMNS - 1) // (32 * COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
         for index in cutlass.range(cta * WARPS + warp, pieces, ctas * WARPS, unroll=1):
             piece = piece_of(index, spans, offsets, padded)
@@ -244,7 +268,7 @@ class Restore:
         words = [load_global(start + r * step, 0, inside & (r < piece.left), 2) for r in range(BLOCK)]
         place, _ = address(scale, piece.padded // BLOCK, piece.column)
         packed = load_global(place, 0, inside, 2)
-        decode = [decode_factor(Int32(packed[i // 4] >> (8 * (i % 4)) & Uint32(0xFF))) for i in range(RESTORED_COLUMNS)]
+        decode = [decode_factor(Int32(packed[i // 4] >> (8 * (i % 4)) & Uint32(0xFF))) for i in range(COLUMNS)]
         target, step = address(out, piece.row, piece.column)
         for r in range(BLOCK):
             values = [values_of(words[r][i // 2], i % 2 == 1, decode[2 * i : 2 * i + 2]) for i in range(4)]
@@ -281,8 +305,13 @@ def build_rows(options):
         *(stored(columns) if options.stored else (None, None)),
     )
     x = row_matrix(BFloat16, rows, columns)
-    all_three = options.rowwise and options.columnwise and options.stored  # scattered, that would spill
-    return QuantizeRows(options.square, not all_three), (x, *places(), copies, Int32(1), make_fake_stream())
+    return QuantizeRows(options.square, warps_of(options)), (x, *places(), copies, Int32(1), make_fake_stream())
+
+
+def warps_of(options) -> int:
+    """As many as leave each thread the registers that it needs."""
+    count = options.rowwise + options.columnwise + options.stored
+    return 12 if options.square or count == 3 else 14 if options.columnwise and count == 2 else WARPS
 
 
 def build_restore(options):

@@ -105,16 +105,6 @@ def restored_apart(first, second, encode, decode, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def restored_word(word, encode, decode, *, loc=None, ip=None):
-    """Two BF16 values of a word through E4M3, with a scale each."""
-    operands = [Uint32(word).ir_value(loc=loc, ip=ip)]
-    operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in (*encode, *decode)]
-    wide = "".join(widen(f"x{i}", "$1", i == 1, "bfloat16") for i in range(2))
-    steps = (_QUANTISE + _RESTORE).format(encode=("$2", "$3"), decode=("$4", "$5"))
-    return Uint32(_asm(T.i32(), operands, f"{{ {_REGISTERS} {wide} {steps} }}", "=r,r,f,f,f,f", loc, ip))
-
-
-@dsl_user_op
 def elements(words, encode, *, loc=None, ip=None):
     """Four BF16 values of two words as E4M3 bytes of one, with a factor each."""
     operands = [Uint32(word).ir_value(loc=loc, ip=ip) for word in words]

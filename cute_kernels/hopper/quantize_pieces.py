@@ -18,13 +18,13 @@ from cute_kernels.hopper.epilogues.eights import load_shared, store_shared
 from cute_kernels.hopper.wgrad_operands import ragged, tokens_of
 
 COLUMNS = 4
-"""Of a thread."""
+"""Of a thread, if it takes all rows."""
 SPAN = 32 * COLUMNS
 
 
 class Piece(NamedTuple):
-    """Where a piece lies: the first row and how many the group has from there; the row in the padded matrix; this
-    thread's first column.
+    """Where a piece lies, or a thread's part of it: the first row and how many the group has from there; the row in the
+    padded matrix; the first column.
     """
 
     row: Any
@@ -182,11 +182,16 @@ class Pieces:
     def note(self, memory, slot):
         return Int32(memory.notes.data_ptr().toint() + slot * 16)
 
-    def arrived(self, memory, slot, phase):
-        """A piece once it is there: (where it lies, its group, its values)."""
+    def there(self, memory, slot, phase):
+        """A piece once it is there: (where it lies, its group, the address of its values)."""
         cute.arch.mbarrier_wait(memory.filled.data_ptr() + slot, phase)
         cute.arch.sync_warp()
         row, facts, top, column = (Int32(word) for word in load_shared(self.note(memory, slot), 0, 4))
-        lane = cute.arch.lane_idx()
-        place = memory.x.data_ptr().toint() + slot * (2 * SPAN * self.rows) + lane * (2 * COLUMNS)
-        return Piece(row, facts & 63, top, column + lane * COLUMNS), facts >> 6, Words(Int32(place), self.rows)
+        place = memory.x.data_ptr().toint() + slot * (2 * SPAN * self.rows)
+        return Piece(row, facts & 63, top, column), facts >> 6, Int32(place)
+
+    def arrived(self, memory, slot, phase):
+        """The same for who takes 4 columns of all rows a thread: (where these lie, its group, their values)."""
+        piece, group, place = self.there(memory, slot, phase)
+        first = COLUMNS * cute.arch.lane_idx()
+        return piece._replace(column=piece.column + first), group, Words(place + 2 * first, self.rows)

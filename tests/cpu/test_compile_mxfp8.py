@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,7 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed: noth
 PRODUCTS = "cute_kernels.hopper.grouped_gemm_kernel"
 SWIGLU, CLAMPED = Activation("swiglu"), Activation("clamped_swiglu", 7.0, 1.702, 1.0)
 QUANTIZE = (
-    QuantizeOptions(True, False, True),
-    QuantizeOptions(True, True, False),
-    QuantizeOptions(False, True, False),
-    QuantizeOptions(False, False, True),
-    QuantizeOptions(True, True, True),
+    *(QuantizeOptions(*wanted) for wanted in itertools.product((False, True), repeat=3) if any(wanted)),
     QuantizeOptions(True, False, False, True),
     RestoreOptions(),
 )
@@ -115,5 +112,5 @@ def test_host_and_device_agree():
     assert mxfp8_grouped_gemm.SLOT == epilogue.ROWS
     from cute_kernels.hopper import mxfp8_quantize_kernel as kernel
 
-    assert (mxfp8_quantize.WARPS, mxfp8_quantize.COLUMNS) == (kernel.WARPS, kernel.COLUMNS)
-    assert mxfp8_quantize.RESTORED_COLUMNS == kernel.RESTORED_COLUMNS
+    assert (mxfp8_quantize.WARPS, mxfp8_quantize.SPAN) == (kernel.WARPS, kernel.SPAN)
+    assert mxfp8_quantize.RESTORED_SPAN == 32 * kernel.COLUMNS
