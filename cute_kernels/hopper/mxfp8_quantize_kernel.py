@@ -310,8 +310,9 @@ def build_rows(options):
 
 def warps_of(options) -> int:
     """As many as leave each thread the registers that it needs."""
-    count = options.rowwise + options.columnwise + options.stored
-    return 12 if options.square or count == 3 else 14 if options.columnwise and count == 2 else WARPS
+    if options.square or (options.columnwise and options.stored):
+        return 12
+    return 14 if options.columnwise and options.rowwise else WARPS
 
 
 def build_restore(options):
