@@ -72,6 +72,12 @@ def sm100_mlp(format: str, any_clamp: bool = False) -> tuple[Bound, ...]:
     )
 
 
+def _weights(kernel: catalog.Kernel, label: str) -> Bound:
+    """What quantises a linear's weights, unless they are held so."""
+    letters = {"K": f"{label}.in_features", "N": f"{label}.out_features", "dtype": f"{label}.compute_dtype"}
+    return bind(kernel, f"{label} weights, once per update", when=f"{label}.quantizes_weight", **letters)
+
+
 def _fp8_linear(label: str, *, act_columns: str = "") -> tuple[Bound, ...]:
     """The same in E4M3 blocks."""
     k, n = f"{label}.in_features", f"{label}.out_features"
@@ -79,9 +85,8 @@ def _fp8_linear(label: str, *, act_columns: str = "") -> tuple[Bound, ...]:
     if act_columns:
         use = f"{label}, act and quantise forward"
         forward = bind(catalog.SM90_FP8_GROUPED_GEMM_ACT, use, K=k, N=n, I=act_columns, activation="act.kind")
-    weight = f"{label} weights, once per update"
     return (
-        bind(catalog.SM90_FP8_QUANTIZE_WEIGHT, weight, K=k, N=n, dtype=f"{label}.compute_dtype"),
+        _weights(catalog.SM90_FP8_QUANTIZE_WEIGHT, label),
         forward,
         bind(catalog.SM90_FP8_GROUPED_WGRAD, f"{label} weight gradient", K=k, N=n),
         bind(
@@ -178,12 +183,10 @@ def _mxfp8_mlp() -> tuple[Bound, ...]:
     """An MLP whose BF16 operands hold MXFP8 values."""
     (k1, n1), (k2, n2) = ((f"{label}.in_features", f"{label}.out_features") for label in ("fc1", "fc2"))
     dtype, activation = {"dtype": "fc1.compute_dtype"}, {"I": k2, "activation": "act.kind"}
-    weight = catalog.SM90_MXFP8_QUANTIZE_WEIGHT
     return (
         bind(catalog.SM90_PADDED_GROUP_OFFSETS, "rows of each group, plain and padded", G="fc1.num_groups"),
         bind(catalog.SM90_MXFP8_QUANTIZE, "fc1 input, in both orientations", K=k1, **dtype),
-        bind(weight, "fc1 weights, once per update", K=k1, N=n1, **dtype),
-        bind(weight, "fc2 weights, once per update", K=k2, N=n2, **dtype),
+        *(_weights(catalog.SM90_MXFP8_QUANTIZE_WEIGHT, label) for label in ("fc1", "fc2")),
         bind(
             catalog.SM90_MXFP8_GROUPED_GEMM_ACT,
             "fc1, act and quantise forward",
@@ -220,7 +223,7 @@ def _mxfp8_linear() -> tuple[Bound, ...]:
     return (
         bind(catalog.SM90_PADDED_GROUP_OFFSETS, "rows of each group, plain and padded", G="fc.num_groups"),
         bind(catalog.SM90_MXFP8_QUANTIZE, "fc input, in both orientations", K=k, **dtype),
-        bind(catalog.SM90_MXFP8_QUANTIZE_WEIGHT, "fc weights, once per update", K=k, N=n, **dtype),
+        _weights(catalog.SM90_MXFP8_QUANTIZE_WEIGHT, "fc"),
         bind(catalog.SM90_GROUPED_GEMM, "fc forward", K=k, N=n, **dtype),
         bind(catalog.SM90_MXFP8_QUANTIZE, "output gradient, in both orientations", K=n, **dtype),
         bind(catalog.SM90_GROUPED_DBIAS, "fc bias gradient", when="fc.has_bias", N=n, **dtype),
@@ -248,7 +251,7 @@ def _nvfp4_linear(label: str) -> tuple[Bound, ...]:
     """What a linear's weights and its own gradients need, its BF16 operands holding elements times scales."""
     k, n, dtype = f"{label}.in_features", f"{label}.out_features", {"dtype": f"{label}.compute_dtype"}
     return (
-        bind(catalog.SM90_NVFP4_QUANTIZE_WEIGHT, f"{label} weights, once per update", K=k, N=n, **dtype),
+        _weights(catalog.SM90_NVFP4_QUANTIZE_WEIGHT, label),
         bind(catalog.SM90_GROUPED_DBIAS, f"{label} bias gradient", when=f"{label}.has_bias", N=n, **dtype),
         bind(catalog.SM90_GROUPED_DSCALE, f"{label} scale gradient", when=f"{label}.scale_bias", N=n, **dtype),
         bind(catalog.SM90_NVFP4_DEQUANTIZE, f"{label} input, for its weight gradient", K=k),

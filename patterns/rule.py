@@ -80,8 +80,8 @@ class Match:
 
     def facts(self) -> dict[str, object]:
         """The chain's dtype, the recipe's name and facts; for each op, under its label, its facts and kind, and what
-        follows from them: columns out, and for a linear its compute dtype. A dense linear has one group, and a weight
-        [N, K].
+        follows from them: columns out, and for a linear its compute dtype and whether its weights are still to be
+        quantised, not held so. A dense linear has one group, and a weight [N, K].
         """
         recipe = self.chain.recipe
         facts: dict[str, object] = {"dtype": self.chain.dtype, "recipe": None if recipe is None else recipe.name}
@@ -98,6 +98,7 @@ class Match:
                 facts[f"{label}.columns"] = columns
             if op.kind in LINEAR_KINDS:
                 facts[f"{label}.compute_dtype"] = self.chain.dtype if self.chain.autocast else op.facts.get("dtype")
+                facts[f"{label}.quantizes_weight"] = op.facts.get("held") is None
                 facts.setdefault(f"{label}.num_groups", 1)
                 facts.setdefault(f"{label}.transposed_weight", False)
         return facts

@@ -71,6 +71,7 @@ def test_every_format_under_every_recipe(arch: str, held: str, recipe: str) -> N
     told = model.explain(target=arch, recipe=RECIPES[recipe])
     refused = f"fc1 holds its weights in {format}, needs "
     assert ("unfused" not in told) == fuses, told
+    assert "quantize_weight" not in told  # nor does a kernel quantise them
     if recipe in FUSED[arch]:
         assert (refused in told) == (not fuses), told
     assert got.keys() == want.keys()
