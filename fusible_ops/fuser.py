@@ -28,7 +28,7 @@ from fusible_ops.fallback import refused
 from fusible_ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from fusible_ops.parameters import Held
 from fusible_ops.planning import described, failed_among, planned_steps, titled
-from fusible_ops.quantized_tensor import QuantizedTensor
+from fusible_ops.quantized_tensor import QuantizedTensor, format_of
 from fusible_ops.recipe import Float8BlockScaling, Recipe
 from fusible_ops.route import Route, Step
 from fusible_ops.shortcut import ShortCall, Shortcut
@@ -141,7 +141,7 @@ class OperationFuser:
     def _kind(self, place: Any, autocast_dtype: torch.dtype | None, recipe: Recipe | None) -> Any:
         """What a plan depends on: the machine or a device, and what else may differ between calls."""
         weights = [op.first_weight for op in self._linears]
-        held = [(w.dtype, w.format if isinstance(w, QuantizedTensor) else None) for w in weights if w is not None]
+        held = [(w.dtype, format_of(w)) for w in weights if w is not None]
         return place, autocast_dtype, recipe, *held
 
     def steps(

@@ -21,7 +21,7 @@ from cute_kernels.catalog import SEPARATE_SPAN_BYTES
 from cute_kernels.facts import NO_PLANS, VECTOR_BYTES, WITHOUT_MEMORY, Plans, facts
 from cute_kernels.reference import deinterleave, interleave
 from fusible_ops import casts
-from fusible_ops.quantized_tensor import QuantizedTensor
+from fusible_ops.quantized_tensor import QuantizedTensor, format_of
 
 
 def parameters_of(op: nn.Module) -> list[Parameter]:
@@ -120,7 +120,7 @@ class Held:
         """
         packed = self.weights and self.weights_packed and self.biases_packed
         each = (self.weights[0], *self.biases[:1]) if packed else self.parameters
-        return tuple((facts(p), p.requires_grad, p.format if isinstance(p, QuantizedTensor) else None) for p in each)
+        return tuple((facts(p), p.requires_grad, format_of(p)) for p in each)
 
     def operands(self, dtype: torch.dtype, records: bool) -> list[Tensor]:
         """The weights, [N, K]: `[one stacked tensor]`, or the separate tensors if they are not packed.
