@@ -75,8 +75,10 @@ def _filled_up(scale: Tensor) -> Tensor:
 
 def padded_group_offsets(split_sizes: Tensor, rows: int, multiple: int = MULTIPLE) -> tuple[Tensor, Tensor]:
     """(offsets, padded): `reference.group_offsets`, and where the groups begin once each is padded to a multiple of so
-    many rows.
+    many rows, 1 to 128.
     """
+    if not 1 <= multiple <= MULTIPLE:
+        raise ValueError(f"padded_group_offsets: multiple is {multiple}, needs 1 to {MULTIPLE}")
     offsets = reference.group_offsets(split_sizes, rows)
     return offsets, padded_offsets(offsets, multiple)
 

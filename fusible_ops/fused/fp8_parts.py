@@ -192,7 +192,7 @@ def plain_rows(t: Tensor) -> Tensor:
 
 
 def padded_groups(kernels: Any, splits: Tensor | None, like: Tensor, recipe: Recipe) -> tuple[Groups, Tensor]:
-    """(the groups of the rows of `like`, their offsets once each is padded to whole blocks)."""
+    """(the groups of the rows of `like`, their offsets once each is padded as copies of this recipe's input are)."""
     count = like.shape[:-1].numel()
     sizes = torch.full((1,), count, dtype=torch.int32, device=like.device) if splits is None else splits
     offsets, padded = kernels.padded_group_offsets(sizes, count, group_multiple(recipe.operand_format("input")))

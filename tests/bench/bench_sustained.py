@@ -49,7 +49,10 @@ def main() -> None:
         p = make_problem(*SHAPES[shape])
         calls = calls_of(p)
         if args.only:
-            calls = {name: calls[name] for name in ["bf16", *args.only.split(",")] if name in calls}
+            wanted = {"bf16", *args.only.split(",")}
+            if unknown := wanted - calls.keys():
+                parser.error(f"no way is called {', '.join(sorted(unknown))}; there are {', '.join(calls)}")
+            calls = {name: call for name, call in calls.items() if name in wanted}
         found = sustained(calls)
         for name, (ms, clock, watts) in found.items():
             rate, ratio = p.flops()[PART] / ms / 1e9, found["bf16"][0] / ms

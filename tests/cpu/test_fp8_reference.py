@@ -28,6 +28,10 @@ def test_padded_offsets_by_hand():
     assert offsets.tolist() == [0, 1, 1, 129, 258, 262]
     assert padded.tolist() == [0, 128, 128, 256, 512, 640]
     assert padded.dtype == torch.int32
+    assert fp8.padded_group_offsets(torch.tensor([1, 0, 33]), 40, 32)[1].tolist() == [0, 32, 32, 96]
+    for multiple in (0, -32, 129):
+        with pytest.raises(ValueError, match=f"multiple is {multiple}, needs 1 to 128"):
+            fp8.padded_group_offsets(torch.tensor([1]), 1, multiple)
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)

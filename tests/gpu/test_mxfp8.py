@@ -9,7 +9,6 @@ from torch import Tensor
 from cute_kernels import mxfp8_reference as mx
 from cute_kernels.activation import Activation
 from cute_kernels.fp8_reference import padded_group_offsets
-from cute_kernels.quantization.groups import padded_rows
 from cute_kernels.quantization.quantize import Quantized
 from tests.cases import OFF_TILE, SPLITS, TAIL, Splits, full
 from tests.compare import assert_bitwise_equal, relative_error
@@ -106,9 +105,9 @@ def offsets_of(splits: Splits) -> tuple[Tensor, Tensor]:
 
 
 def check(x: Tensor, splits: Splits, sm_margin: int = 0, **asked: bool) -> None:
-    (rows, columns), room = x.shape, padded_rows(splits.rows, splits.groups, 32)
+    rows, columns = x.shape
     offsets, padded = offsets_of(splits)
-    poison((rows, 2 * columns), (rows, 2 * columns), (room, columns), (room // 32, -(-columns // 128) * 128))
+    poison((rows, 2 * columns), (rows, 2 * columns), *mx.stored_shapes(splits.rows, splits.groups, columns))
     got = hopper("mxfp8_quantize")(x, offsets, padded, sm_margin=sm_margin, **asked)
     want = mx.mxfp8_quantize(x, offsets, padded, **asked)
     used, end = splits.used, int(padded[-1])
