@@ -53,8 +53,8 @@ class AmaxOptions:
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """Static facts of one compiled kernel: which results are wanted. square: rowwise is in blocks of 16x16. rotates:
-    what lies in columns. stochastic: how values are rounded.
+    """Static facts of one compiled kernel: which results are wanted, of columnwise and stored one. square: rowwise is
+    in blocks of 16x16. rotates: what lies in columns. stochastic: how values are rounded.
     """
 
     rowwise: bool

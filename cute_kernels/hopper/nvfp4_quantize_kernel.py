@@ -9,15 +9,27 @@ Layouts and formulas: `nvfp4_reference`. K is a multiple of 16, rows of x any mu
 as zeros.
 
 Roles: warps that have nothing in common, persistent, one CTA an SM: each takes a piece of 16 rows x 128 columns (256 to
-restore) after another. What is to be quantised is on its way to shared memory (`quantize_pieces`) two pieces ahead.
+restore) after another. What is to be quantised is on its way to shared memory (`quantize_pieces`) two pieces ahead,
+what is to be restored to registers one ahead.
 Timeline of a piece: a thread has 4 columns of all 16 rows. A column's block is then one thread's, and so is its
 rotation; a row's is that of 4 lanes, who share its work: each forms the scales of four rows, and the random bytes of
 every fourth, and they trade. Values are read again for the second copy, so that registers are left for more warps.
 
-Bound by instructions, of which a value takes 30 to 50: see `nvfp4_scales`.
+Numerics: maxima are exact; see `nvfp4_scales` for the rest. A piece of a group whose largest magnitude is near FP32's
+limits takes a longer way, `nvfp4_packed.Unusual`: the short one is exact but there. A warp chooses once a piece.
+Largest magnitudes of groups meet by atomic maxima of bits, once for each group that a warp has pieces of.
 
-Numerics: maxima are exact; see `nvfp4_scales` for the rest. Largest magnitudes of groups meet by atomic maxima of bits,
-once for each group that a warp has pieces of.
+Measured on one H200 (2026-12-01, shares of what a copy of 1 GiB moves, variants in turn; dsv3, gptoss, qwen3 of
+docs/performance.md; rows and rotated columns, "drawn": stochastic):
+                                    stored            both, drawn       both              restored
+    this kernel                     0.86 0.76 0.80    0.88 0.76 0.80    0.88 0.80 0.84    0.86 0.79 0.85
+    24 warps (drawn 20), neighbours 0.80 0.72 0.79    0.84 0.72 0.81    0.87 0.76 0.85    0.86 0.79 0.85
+    20 warps, neighbours            0.79 0.72 0.79    0.84 0.72 0.81    0.87 0.76 0.85    0.83 0.76 0.82
+    16 warps, neighbours            0.79 0.72 0.79    0.84 0.73 0.81    0.86 0.76 0.85    0.86 0.79 0.85
+    `Unusual` for all, as the first 0.80 0.73 0.79    0.72 0.66 0.70    0.86 0.76 0.85    0.83 0.75 0.82
+16 warps keep three pieces on their way (drawn two). Largest magnitudes: 0.91 0.73 0.80; with pieces of all CTAs mixed
+0.83 0.41 0.47, as a warp then meets more groups. Restored with 20, 24, 16, 24 and 24 warps, of the last none ahead.
+Weights in square blocks: 24 warps and neighbours, not compared.
 """
 
 import functools
@@ -27,6 +39,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.cutlass_dsl import select_
 
@@ -42,16 +55,15 @@ from cute_kernels.hopper.nvfp4_maxima import (
     place_of,
     raise_group,
 )
+from cute_kernels.hopper.nvfp4_packed import Unusual, Usual, usual
 from cute_kernels.hopper.nvfp4_scales import (
     QUARTER,
     block_scale,
     butterfly,
-    codes,
     half_of,
     larger_halves,
     picked,
     random_words,
-    rotated,
     rounded_pair,
     scale_of,
     tensor_factors,
@@ -61,7 +73,7 @@ from cute_kernels.hopper.nvfp4_scales import (
 from cute_kernels.hopper.quantize_pieces import COLUMNS, Piece, Pieces, address
 from cute_kernels.hopper.rowwise_kernel import row_matrix, vector_of
 
-WARPS, FEW_WARPS, AMAX_WARPS, RESTORE_WARPS = 24, 20, 24, 24
+AMAX_WARPS, RESTORE_WARPS = 24, 20
 STAGES = 2
 """Pieces of a warp in shared memory."""
 BLOCK = 16
@@ -88,12 +100,12 @@ def largest_turned(words, width):
     return largest
 
 
-def turned(words, width):
+def turned(numbers, words, width):
     """The same, rotated down the rows, two columns after the other."""
-    pairs = [rotated([row[0] for row in words])]
+    pairs = [numbers.rotated([row[0] for row in words])]
     for pair in range(1, COLUMNS // 2):
         zero = zero_after(width, pairs[-1][0])
-        pairs.append(rotated([row[pair] ^ zero for row in words]))
+        pairs.append(numbers.rotated([row[pair] ^ zero for row in words]))
     return [list(row) for row in zip(*pairs, strict=True)]
 
 
@@ -224,10 +236,8 @@ class QuantizeRows:
     """Rows of groups. options: `nvfp4_quantize.QuantizeOptions`."""
 
     def __init__(self, options):
-        self.square, self.rotates = options.square, options.rotates
-        few = options.stochastic and (options.stored or not options.rotates)  # registers
-        self.warps = FEW_WARPS if few else WARPS
-        self.pieces = Pieces(BLOCK, self.warps, STAGES)
+        self.square, self.rotates, self.warps = options.square, options.rotates, warps_of(options)
+        self.pieces = Pieces(BLOCK, self.warps, STAGES, scattered=not options.square)
 
     @cute.jit
     def __call__(
@@ -264,6 +274,8 @@ class QuantizeRows:
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        if warp == 0:
+            cpasync.prefetch_descriptor(atom)
         kept = Int32(memory.kept.data_ptr().toint() + warp * 16)
         width, known, turn = tensor.shape[0], Int32(-1), Int32(0)
         way, there = self.pieces.start(memory, warp, width, padded)
@@ -279,8 +291,19 @@ class QuantizeRows:
                 known = group
                 self.keep_factors(kept, amax, column_amax, group)
             encode = self.factors(kept, True)[0]
+            plain = Boolean(True)
+            if const_expr(amax is not None):
+                plain = plain & usual(self.factors(kept, False)[1])
+            if const_expr(column_amax is not None):
+                plain = plain & usual(self.factors(kept, True)[1])
             if (piece.left > 0) | (encode != encode):  # NaN makes more than zeros of a group's padding
-                self.piece(words, width, kept, amax, column_amax, state, Copies(*copies), lines, piece)
+                if const_expr(self.square):
+                    self.store_square(words, self.factors(kept, False), Copies(*copies).rows, piece)
+                else:
+                    if plain:
+                        self.piece(Usual, words, width, kept, amax, column_amax, state, Copies(*copies), lines, piece)
+                    else:
+                        self.piece(Unusual, words, width, kept, amax, column_amax, state, Copies(*copies), lines, piece)
             else:
                 self.store_zeros(Copies(*copies), piece)
             cute.arch.sync_warp()
@@ -301,19 +324,15 @@ class QuantizeRows:
     def factors(self, kept, columns: bool):
         return [word.bitcast(Float32) for word in load_shared(kept, 8 * columns, 2)]
 
-    def piece(self, words, width, kept, amax, column_amax, state, copies: Copies, lines, piece: Piece):
-        """Everything that is wanted of one piece."""
+    def piece(self, numbers, words, width, kept, amax, column_amax, state, copies: Copies, lines, piece: Piece):
+        """Everything that is wanted of one piece. numbers: `Usual` or `Unusual`, as its group is."""
         if amax is not None:
-            factors = self.factors(kept, False)
-            if self.square:
-                self.store_square(words, factors, copies.rows, piece)
-            else:
-                zero = self.store_rows(words, factors, copies.rows, piece, state)
-                piece = piece._replace(padded=piece.padded + Int32(zero), column=piece.column + Int32(zero))
-                words = words.after(zero)
+            zero = self.store_rows(numbers, words, self.factors(kept, False), copies.rows, piece, state)
+            piece = piece._replace(padded=piece.padded + Int32(zero), column=piece.column + Int32(zero))
+            words = words.after(zero)
         if column_amax is not None:
-            words = turned(words, width) if self.rotates else words
-            self.store_columns(words, self.factors(kept, True), copies, piece, state, lines)
+            words = turned(numbers, words, width) if self.rotates else words
+            self.store_columns(numbers, words, self.factors(kept, True), copies, piece, state, lines)
 
     def store_zeros(self, copies: Copies, piece: Piece):
         """What lies in columns of no rows."""
@@ -344,11 +363,11 @@ class QuantizeRows:
         for r, row in enumerate(words):
             store_global(start + r * step, 0, r < limit, [values(word, (encode, encode), decode) for word in row])
 
-    def store_rows(self, words, factors, out: cute.Tensor, piece: Piece, state):
+    def store_rows(self, numbers, words, factors, out: cute.Tensor, piece: Piece, state):
         """q·S in blocks of 1x16."""
-        scales = [block_scale(bits, *factors)[:2] for word in over_block(words) for bits in halves(word)]
-        encodes = [one.bitcast(Uint32) for one, _ in scales]
-        decodes = [rounded_pair(scales[i][1], scales[i + 1][1]) for i in (0, 2)]
+        scales = [numbers.scales(largest, *factors) for largest in over_block(words)]
+        encodes = [one.bitcast(Uint32) for both, _, _ in scales for one in both]
+        decodes = [decode for _, decode, _ in scales]
         start, step = address(out, piece.row, piece.column)
         limit = limited(piece, out)
         zero, random, decode = Uint32(0), [], Uint32(0)
@@ -359,8 +378,8 @@ class QuantizeRows:
             decode = decode if r % 2 else of_row(decodes, r)
             result = []
             for pair, word in enumerate(row):
-                how = (None,) * 2 if state is None else ([random[r % 8]] * 2, (16 * pair, 16 * pair + 8))
-                result.append(values(word, (encode, encode), decode, *how, r % 2))
+                drawn = permuted(random[r % 8], Uint32(0), 0x4342 if pair else 0x4140) if random else None
+                result.append(numbers.values(word, (encode, encode), decode, drawn, r % 2))
             store_global(start + r * step, 0, r < limit, result)
             if r % 4 == 3:
                 zero = zero_after(out.shape[1], result[0])
@@ -373,18 +392,17 @@ class QuantizeRows:
         blocks = [Int64(row + four) * (width // 16) + piece.column // 16 for four in (0, 4)]
         return [word for words in random_words(blocks, 0, (state[0], state[1])) for word in traded(words)]
 
-    def store_columns(self, words, factors, copies: Copies, piece: Piece, state, lines):
+    def store_columns(self, numbers, words, factors, copies: Copies, piece: Piece, state, lines):
         """q·S in blocks of 16x1, or codes and scales, in padded rows. lines: padded rows of the matrix."""
-        amax = [bits for largest in column_maxima(words) for bits in halves(largest)]
-        scales = [block_scale(bits, *factors) for bits in amax]
+        scales = [numbers.scales(largest, *factors) for largest in column_maxima(words)]
         random = None
         if state is not None:
             column = piece.column + Int32(zero_after(lines, scales[0][2]))
             blocks = [Int64(column + i) * (lines // 16) + piece.padded // 16 for i in range(COLUMNS)]
             random = random_words(blocks, 1, (state[0], state[1]))
-        encodes = [[one[0] for one in scales[i : i + 2]] for i in range(0, COLUMNS, 2)]
+        encodes = [both for both, _, _ in scales]
         if copies.columns is not None:
-            decodes = [rounded_pair(*(one[1] for one in scales[i : i + 2])) for i in range(0, COLUMNS, 2)]
+            decodes = [decode for _, decode, _ in scales]
             start, step = address(copies.columns, piece.padded, piece.column)
             inside = piece.column < copies.columns.shape[1]
             zero, result = Uint32(0), words[0]
@@ -392,35 +410,36 @@ class QuantizeRows:
                 if r % 4 == 0 and r:
                     zero = zero_after(copies.columns.shape[1], result[0])
                     start += Int64(zero)
-                result = []
-                for pair, word in enumerate(row):
-                    how = self.column_bytes(random, pair, r)
-                    result.append(values(word ^ zero, encodes[pair], decodes[pair], *how))
+                drawn = self.column_bytes(random, r)
+                each = zip(row, encodes, decodes, drawn, strict=True)
+                result = [numbers.values(word ^ zero, *how) for word, *how in each]
                 store_global(start + r * step, 0, inside, result)
         if copies.data is not None:
-            self.store_codes(words, encodes, [byte for _, _, byte in scales], random, copies, piece)
+            self.store_codes(
+                numbers, words, encodes, permuted(scales[0][2], scales[1][2], 0x5410), random, copies, piece
+            )
 
-    def column_bytes(self, random, pair: int, row: int):
-        """What `values` takes for two columns of a row."""
+    def column_bytes(self, random, row: int):
+        """Random bytes of a row's columns, two a word, in bits 0 and 16; or None of each."""
         if random is None:
-            return ()
-        return [random[2 * pair + i][row // 4] for i in range(2)], (8 * (row % 4),) * 2
+            return [None] * (COLUMNS // 2)
+        first = row % 4
+        pairs = [[random[i + j][row // 4] for j in range(2)] for i in range(0, COLUMNS, 2)]
+        return [permuted(*pair, first | 4 + first << 8) & Uint32(0x00FF00FF) for pair in pairs]
 
-    def store_codes(self, words, encodes, scales, random, copies: Copies, piece: Piece):
-        """Codes, of which a lane stores eight in every second row, and the scales of the block, given as bytes."""
+    def store_codes(self, numbers, words, encodes, packed, random, copies: Copies, piece: Piece):
+        """Codes, of which a lane stores eight in every second row, and the scales of the block, a word."""
         start, step, inside = self.place_of_codes(copies, piece)
         upper = Boolean(cute.arch.lane_idx() % 2 == 1)
         signed = Uint32(0)
-        for i, byte in enumerate(scales):  # NaN's code is 7
-            signed = signed | chosen(Uint32(byte) == Uint32(0x7F), Uint32(0), Uint32(0x80008 << 4 * i))
+        for i in range(COLUMNS):  # NaN's code is 7
+            is_nan = packed & Uint32(0xFF << 8 * i) == Uint32(0x7F << 8 * i)
+            signed = signed | chosen(is_nan, Uint32(0), Uint32(0x80008 << 4 * i))
         for first in range(0, BLOCK, 2):
-            found, signs = [], []
-            for r in range(first, first + 2):
-                row = words[r]
-                parts = [codes(row[i], encodes[i], *self.column_bytes(random, i, r)) for i in range(COLUMNS // 2)]
-                found.append(permuted(*parts, 0x40))
-                signs.append(permuted(*row, 0xFBD9))
-            mine = halves_of(*found, False) & Uint32(0x77777777)
+            rows = words[first : first + 2]
+            found = [numbers.codes(row, encodes, self.column_bytes(random, first + i)) for i, row in enumerate(rows)]
+            signs = [permuted(*row, 0xFBD9) for row in rows]
+            mine = permuted(*found, 0x6420) & Uint32(0x77777777)
             even, odds = (halves_of(*signs, up) for up in (False, True))
             mine = mine | (even & Uint32(0x0F0F0F0F) | odds & Uint32(0xF0F0F0F0)) & signed
             got = exchanged(chosen(upper, mine, mine >> 16), 1)
@@ -428,15 +447,12 @@ class QuantizeRows:
             store_global(start + first * step, 0, inside, [result])
             if first % 4:
                 start += Int64(zero_after(copies.scale.shape[1], result))
-        packed = scales[0]
-        for i, byte in enumerate(scales[1:]):
-            packed = packed | byte << (8 * (i + 1))
         place, _ = address(copies.scale, piece.padded // BLOCK, piece.column)
         store_global(place, 0, inside, [packed])
 
 
 class Restore:
-    """q·S of a stored copy, in padded rows."""
+    """q·S of a stored copy, in padded rows. A warp's next piece is on its way while it works at one."""
 
     @cute.jit
     def __call__(
@@ -453,25 +469,37 @@ class Restore:
         ctas, _, _ = cute.arch.grid_dim()
         spans = (out.shape[1] + 32 * RESTORED_COLUMNS - 1) // (32 * RESTORED_COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
-        for index in cutlass.range(warp * ctas + cta, pieces, ctas * RESTORE_WARPS, unroll=1):
-            block = index // spans
-            row, column = block * BLOCK, ((index - block * spans) * 32 + cute.arch.lane_idx()) * RESTORED_COLUMNS
-            self.piece(data, scale, row, column, out)
+        first, step = warp * ctas + cta, ctas * RESTORE_WARPS
+        words = cute.make_rmem_tensor((BLOCK + 2,), Uint32)
+        self.load(data, scale, first, pieces, spans, words)
+        for index in cutlass.range(first, pieces, step, unroll=1):
+            mine = [words[i] for i in range(BLOCK + 2)]
+            self.load(data, scale, index + step, pieces, spans, words)
+            self.store(mine, index, spans, out)
 
-    def piece(self, data: cute.Tensor, scale: cute.Tensor, row, column, out: cute.Tensor):
+    def place(self, index, spans):
+        """(a piece's block of rows, the lane's first column)."""
+        block = index // spans
+        return block, ((index - block * spans) * 32 + cute.arch.lane_idx()) * RESTORED_COLUMNS
+
+    def load(self, data: cute.Tensor, scale: cute.Tensor, index, pieces, spans, words):
+        """A lane's codes of a piece, a word a row, and their scales, two words; zeros past the last piece."""
+        block, column = self.place(index, spans)
+        inside = (column < scale.shape[1]) & (index < pieces)
+        start, step = address(data, block * BLOCK, column // 2)
+        for r in range(BLOCK):
+            words[r] = load_global(start + r * step, 0, inside, 1)[0]
+        place, _ = address(scale, block, column)
+        words[BLOCK], words[BLOCK + 1] = load_global(place, 0, inside, 2)
+
+    def store(self, words, index, spans, out: cute.Tensor):
+        block, column = self.place(index, spans)
         inside = column < out.shape[1]
-        start, step = address(data, row, column // 2)
-        words = [load_global(start + r * step, 0, inside, 1)[0] for r in range(BLOCK)]
-        place, _ = address(scale, row // BLOCK, column)
-        packed = load_global(place, 0, inside, 2)
-        scales = [scale_of(packed[i // 4], i % 4) for i in range(RESTORED_COLUMNS)]
+        scales = [scale_of(words[BLOCK + i // 4], i % 4) for i in range(RESTORED_COLUMNS)]
         decode = [rounded_pair(*scales[i : i + 2]) for i in range(0, RESTORED_COLUMNS, 2)]
-        target, step = address(out, row, column)
-        for r, word in enumerate(words):
-            result = values_of(word, decode)
-            store_global(target + r * step, 0, inside, result)
-            if r % 4 == 3:
-                target += Int64(zero_after(out.shape[1], result[0]))
+        target, step = address(out, block * BLOCK, column)
+        for r, word in enumerate(words[:BLOCK]):
+            store_global(target + r * step, 0, inside, values_of(word, decode))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -522,6 +550,13 @@ def build_rows(options):
     amaxes = maxima(options.rowwise), maxima(options.columnwise or options.stored)
     state = vector_of(Int64, 2) if options.stochastic else None
     return QuantizeRows(options), (x, *places(), *amaxes, state, copies, Int32(1), Int32(1), make_fake_stream())
+
+
+def warps_of(options) -> int:
+    """As many as leave each thread the registers that it needs."""
+    if options.stochastic:
+        return 14 if options.rowwise and options.columnwise and not options.rotates else 16
+    return 24 if options.square else 20
 
 
 def build_restore(options):

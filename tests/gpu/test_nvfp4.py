@@ -88,6 +88,18 @@ def test_bytes(kind: str, asked: str, rotated: bool, stochastic: bool) -> None:
 
 
 @pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize(("rotated", "stochastic"), WAYS)
+def test_groups_of_all_magnitudes(asked: str, rotated: bool, stochastic: bool) -> None:
+    """Those near FP32's limits take another way than the others; sums of the last overflow when it is rotated."""
+    exponents = (-130, -100, -92, -88, 0, 108, 112, 125)
+    splits = Splits("magnitudes", (23,) * len(exponents), 23 * len(exponents) + 5)
+    x = normal(splits.rows, 544)
+    for group, exponent in enumerate(exponents):
+        x[23 * group : 23 * (group + 1)] *= 2.0**exponent
+    check(with_tail(x, splits), splits, ASKED[asked], rotated, stochastic)
+
+
+@pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("left", [1, 3])
 def test_few_multiprocessors(asked: str, left: int) -> None:
     for stochastic in (False, True):
