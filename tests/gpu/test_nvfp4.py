@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cute_kernels import nvfp4_reference as nv
 from cute_kernels.activation import Activation
+from cute_kernels.fp8_reference import padded_group_offsets
 from cute_kernels.quantization.groups import padded_rows
 from cute_kernels.quantization.random_bits import random_state
 from tests.cases import OFF_TILE, SPLITS, TAIL, Splits, full
@@ -24,7 +25,6 @@ from tests.gpu.test_mxfp8 import (
     hopper,
     ids,
     normal,
-    offsets_of,
     poison,
     wide_range,
     with_tail,
@@ -45,6 +45,10 @@ LARGE = full("large", 3000, 0, 100)
 GATED_AND_NOT = SMOOTH[0], SMOOTH[-1]
 WAYS = [(False, False), (True, False), (False, True), (True, True)]
 """Whether columns are rotated, and whether values are rounded stochastically."""
+
+
+def offsets_of(splits: Splits) -> tuple[Tensor, Tensor]:
+    return padded_group_offsets(splits.tensor(DEVICE), splits.rows)
 
 
 def check(
