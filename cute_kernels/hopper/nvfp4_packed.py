@@ -18,8 +18,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from cute_kernels.hopper import nvfp4_scales
 from cute_kernels.hopper.epilogues.eights import permuted
 from cute_kernels.hopper.fp8_scales import bf16_bits, halves_of, widen
-from cute_kernels.hopper.nvfp4_scales import block_scale, codes, half_of, rounded_pair, values
-from cute_kernels.quantization.hadamard import SIGNS
+from cute_kernels.hopper.nvfp4_scales import STEPS, block_scale, butterfly, codes, half_of, rounded_pair, values
 
 USUAL = 2.0**-100, 2.0**100
 """Between which a usual group's 1 / S_enc is."""
@@ -112,19 +111,6 @@ def quartered(a, b, *, loc=None, ip=None):
     return [Float32(llvm.extractvalue(T.f32(), found, [i], loc=loc, ip=ip)) for i in range(2)]
 
 
-def butterfly_of_eights(column):
-    """`nvfp4_scales.butterfly` but for its last step."""
-    column = [value if sign > 0 else -value for value, sign in zip(column, SIGNS, strict=True)]
-    for distance in (1, 2, 4):
-        result = list(column)
-        for i in range(16):
-            if not i & distance:
-                result[i] = column[i] + column[i + distance]
-                result[i + distance] = column[i] - column[i + distance]
-        column = result
-    return column
-
-
 class Usual:
     """What is done with words of two BF16 values, of a `usual` group.
 
@@ -160,7 +146,7 @@ class Usual:
     def rotated(words):
         columns = []
         for upper in (False, True):
-            column = butterfly_of_eights([half_of(word, upper) for word in words])
+            column = butterfly([half_of(word, upper) for word in words], STEPS[:-1])
             pairs = [quartered(column[i], column[i + 8]) for i in range(8)]
             columns.append([pair[0] for pair in pairs] + [pair[1] for pair in pairs])
         return [rounded_pair(*both) for both in zip(*columns, strict=True)]

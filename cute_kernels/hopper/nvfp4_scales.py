@@ -21,6 +21,8 @@ from cute_kernels.quantization.random_bits import MULTIPLIERS, ROUNDS, WEYL
 
 QUARTER = 0.25
 """What makes the rotation orthogonal."""
+STEPS = 1, 2, 4, 8
+"""Distances of the values that the rotation adds and subtracts."""
 _FLOAT_MAX = "0f7F7FFFFF"
 _REGISTERS = """
     .reg .b16 low, high; .reg .b32 x, m, e, byte, signs, t<2>;"""
@@ -197,10 +199,10 @@ def rounded_pair(first, second, *, loc=None, ip=None):
     return Uint32(_asm(T.i32(), operands, "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", loc, ip))
 
 
-def butterfly(column):
-    """16 FP32 values of a column, rotated but for the factor of a quarter."""
+def butterfly(column, steps=STEPS):
+    """16 FP32 values of a column, rotated but for the factor of a quarter; or only so far as some steps of it."""
     column = [value if sign > 0 else -value for value, sign in zip(column, SIGNS, strict=True)]
-    for distance in (1, 2, 4, 8):
+    for distance in steps:
         result = list(column)
         for i in range(16):
             if not i & distance:
