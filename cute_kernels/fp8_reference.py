@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from cute_kernels import reference
 from cute_kernels.activation import Activation
 from cute_kernels.quantization.formats import fp8_block
-from cute_kernels.quantization.groups import MULTIPLE, padded_offsets, quantize_groups
+from cute_kernels.quantization.groups import MULTIPLE, check_multiple, padded_offsets, quantize_groups
 from cute_kernels.quantization.quantize import Quantized, quantize
 
 BLOCK = 128
@@ -77,8 +77,7 @@ def padded_group_offsets(split_sizes: Tensor, rows: int, multiple: int = MULTIPL
     """(offsets, padded): `reference.group_offsets`, and where the groups begin once each is padded to a multiple of so
     many rows, 1 to 128.
     """
-    if not 1 <= multiple <= MULTIPLE:
-        raise ValueError(f"padded_group_offsets: multiple is {multiple}, needs 1 to {MULTIPLE}")
+    check_multiple("padded_group_offsets", multiple)
     offsets = reference.group_offsets(split_sizes, rows)
     return offsets, padded_offsets(offsets, multiple)
 

@@ -26,7 +26,7 @@ from cute_kernels.catalog import (
 from cute_kernels.hopper.operands import KEPT, MOST_ROWS, check_offsets, check_shape, multiprocessors, readable
 from cute_kernels.hopper.product_operands import check_preact_interleave
 from cute_kernels.limits import dtype_name
-from cute_kernels.quantization.groups import MULTIPLE
+from cute_kernels.quantization.groups import MULTIPLE, check_multiple
 
 MODULE = "cute_kernels.hopper.rowwise_kernel"
 ARCH = SM90_DACT.arch
@@ -92,8 +92,7 @@ def group_offsets_and_counters(split_sizes: Tensor, rows: int, counters: int) ->
 
 def padded_group_offsets(split_sizes: Tensor, rows: int, multiple: int = MULTIPLE) -> tuple[Tensor, Tensor]:
     """`fp8_reference.padded_group_offsets`: two int32 [G+1] from one launch; multiple: 1 to 128."""
-    if not 1 <= multiple <= MULTIPLE:
-        raise ValueError(f"{SM90_PADDED_GROUP_OFFSETS.name}: multiple is {multiple}, needs 1 to {MULTIPLE}")
+    check_multiple(SM90_PADDED_GROUP_OFFSETS.name, multiple)
     padded = torch.empty(split_sizes.numel() + 1, dtype=torch.int32, device=split_sizes.device)
     return _offsets(split_sizes, rows, padded=padded, multiple=multiple), padded
 

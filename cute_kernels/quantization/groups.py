@@ -50,6 +50,12 @@ def group_multiple(format: Format) -> int:
     return MULTIPLE if format.block is None or format.transposes else max(format.block)
 
 
+def check_multiple(name: str, multiple: int) -> None:
+    """ValueError, in the name of a function, for a number of rows that no padded group is a multiple of."""
+    if not 1 <= multiple <= MULTIPLE:
+        raise ValueError(f"{name}: multiple is {multiple}, needs 1 to {MULTIPLE}")
+
+
 def padded_rows(rows: int, groups: int, multiple: int = MULTIPLE) -> int:
     """The most rows that `groups` groups of together at most `rows` rows take once each is padded to `multiple`."""
     return (rows + (multiple - 1) * min(groups, rows)) // multiple * multiple
