@@ -98,6 +98,11 @@ class RecipeIs(Guard):
         return f"the recipe is {self.name}" if self.name else "no quantisation recipe"
 
 
+def _another(formats: tuple[Format, ...]) -> Format:
+    """A format that is none of these."""
+    return next(format for format in (mxfp8(), fp8_tensor()) if format not in formats)
+
+
 @dataclass(frozen=True)
 class RecipeFormat(Guard):
     """Where the recipe states the format of this operand, it is one of `formats`. role: "input", "weight", …"""
@@ -118,7 +123,7 @@ class RecipeFormat(Guard):
         return " or ".join(str(format) for format in self.formats)
 
     def counterexample(self) -> dict[str, object]:
-        return {self.letters()[0]: next(format for format in (mxfp8(), fp8_tensor()) if format not in self.formats)}
+        return {self.letters()[0]: _another(self.formats)}
 
     def __str__(self) -> str:
         return f"recipe.{self.role} is {' or '.join(str(format) for format in self.formats)}"
@@ -147,7 +152,7 @@ class HeldIn(Guard):
         return f"{words.get(self.label, self.label)} holds its weights in {facts[self.letters()[0]]}"
 
     def counterexample(self) -> dict[str, object]:
-        return {self.letters()[0]: next(format for format in (mxfp8(), fp8_tensor()) if format not in self.formats)}
+        return {self.letters()[0]: _another(self.formats)}
 
     def __str__(self) -> str:
         return f"{self.label} holds its weights in {self.wanted({}, {})}"
