@@ -11,14 +11,31 @@ MIB = 2**20
 FLUSH_BYTES = 96 * MIB
 
 
+class L2Flush:
+    """Called, it writes 96 MiB of random bytes and then reads 96 MiB of others: no input stays in L2, and nothing waits
+    there to be written back.
+
+    Without the reading L2 is left full of lines to be written, and calls that read much and write little pay for them:
+    on an H200 15 % for reading 188 MB, 3 % for copying as much (docs/performance.md).
+    """
+
+    def __init__(self) -> None:
+        self.written, self.read = (torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda") for _ in range(2))
+        self.read.random_()
+
+    def __call__(self) -> None:
+        self.written.random_()
+        self.read.amax()
+
+
 def medians(
     callables: Mapping[str, Callable[[], object]], rounds: int = 15, warmups: int = 3, flush: bool = True
 ) -> dict[str, float]:
     """Median milliseconds of each callable, run in turn (A B C, B C A, …); one that raises is reported and left out.
 
-    Before each timed call 96 MiB of random bytes are written, so that no input is in L2.
+    Before each timed call L2 is emptied (`L2Flush`), so that no input is there.
     """
-    scratch = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    empty_l2 = L2Flush()
     alive: dict[str, Callable[[], object]] = {}
     for name, call in callables.items():
         try:
@@ -34,7 +51,7 @@ def medians(
         shift = round_index % len(names)
         for name in names[shift:] + names[:shift]:
             if flush:
-                scratch.random_(-128, 127)
+                empty_l2()
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             alive[name]()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusible_ops.bench.timing import FLUSH_BYTES, L2Flush
 from tests.bench import bench_block
 
 TINY = {
@@ -105,3 +109,26 @@ def test_our_experts_in_a_model_are_held_against_fp32() -> None:
             hf.bench(case, "gpt_oss", ["fusible_ops"])
     finally:
         hf.huggingface.uninstall()
+
+
+class Passes(TorchDispatchMode):
+    """(operator, storage, bytes) of each operator that was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append((str(func), id(args[0].untyped_storage()), args[0].nbytes))
+        return func(*args, **(kwargs or {}))
+
+
+def test_l2_is_emptied_by_writes_and_then_by_reads_of_other_memory() -> None:
+    """In this order: what was written last waits in L2 to be written back, unless something is read after it."""
+    with FakeTensorMode():
+        flush = L2Flush()
+        with Passes() as passes:
+            flush()
+    (write, written, wrote), (read, unwritten, took) = passes.seen
+    assert write == "aten.random_.default" and read == "aten.amax.default"
+    assert written != unwritten and wrote == took == FLUSH_BYTES
