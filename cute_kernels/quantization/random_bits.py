@@ -1,9 +1,10 @@
-"""Counter-based random bits: Philox 4x32 with 10 rounds, in plain PyTorch, the same on CPU and CUDA.
+"""Counter-based random bits: Philox 4x32 with 7 rounds, in plain PyTorch, the same on CPU and CUDA.
 
 A bit depends on the state (a seed and an offset on the device) and on where it is used, on nothing else. So the same
 state repeats the same bits, as a recomputed forward or backward needs it, whatever the launch, order or machine.
 
-Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011); checked against Random123's known answers.
+Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011), by whom 7 rounds are the fewest that pass
+BigCrush; checked against Random123's known answers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROUNDS = 10
+ROUNDS = 7
 _WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -33,7 +34,7 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10: four 32-bit counter words and two key words -> four random words. All int64 in [0, 2^32),
+    """Philox4x32-7: four 32-bit counter words and two key words -> four random words. All int64 in [0, 2^32),
     broadcast against each other.
     """
     c0, c1, c2, c3 = counter
