@@ -1,4 +1,5 @@
-"""Every Hopper kernel once on small inputs, to run under compute-sanitizer; in FP8 with the argument "fp8":
+"""Every Hopper kernel once on small inputs, to run under compute-sanitizer; under a recipe with an argument, "fp8",
+"mxfp8" or "nvfp4":
 
     for tool in memcheck racecheck synccheck; do
         compute-sanitizer --tool $tool --report-api-errors no python -m tests.gpu.small_case; done
@@ -39,6 +40,16 @@ FP8_CASES = (
     (MLP("srelu", hidden=144, intermediate=320), (RAGGED, Splits("empty", (0, 0, 0), rows=0))),
     (MLP("scaled_swiglu", hidden=768, intermediate=256), (SKEWED, MANY)),
 )
+BLOCK_CASES = (
+    (MLP("scaled_swiglu", hidden=352, intermediate=160, scale_bias=True), (RAGGED, SKEWED)),
+    (MLP("srelu", hidden=160, intermediate=320), (RAGGED, Splits("empty", (0, 0, 0), rows=0))),
+    (MLP("scaled_swiglu", hidden=768, intermediate=256), (SKEWED, MANY)),
+)
+RECIPES = {
+    "fp8": (ops.Float8BlockScaling, FP8_CASES),
+    "mxfp8": (ops.MXFP8BlockScaling, BLOCK_CASES),
+    "nvfp4": (ops.NVFP4BlockScaling, BLOCK_CASES),
+}
 SHARINGS = ({}, {"scheduler": "dynamic", "sm_margin": 128})
 
 
@@ -59,12 +70,12 @@ def run(mlp: MLP, splits: Splits, sharing: dict) -> None:
 
 def main() -> None:
     words = sys.argv[1:]
-    fp8, numbers = "fp8" in words, [int(word) for word in words if word != "fp8"]
-    cases = FP8_CASES if fp8 else CASES
+    recipe, cases = next((RECIPES[word] for word in words if word in RECIPES), (None, CASES))
+    numbers = [int(word) for word in words if word not in RECIPES]
     for mlp, several in map(cases.__getitem__, numbers or range(len(cases))):
         for splits in several:
             for sharing in SHARINGS:
-                with ops.autocast(enabled=fp8, recipe=ops.Float8BlockScaling()):
+                with ops.autocast(enabled=recipe is not None, recipe=recipe and recipe()):
                     run(mlp, splits, sharing)
     torch.cuda.synchronize()
     print("done")
