@@ -1,147 +1,20 @@
 """What NVFP4's kernels compute on words of two BF16 values of a usual group is what the formats say.
 
-The kernels' PTX itself is interpreted, instruction by instruction.
+The kernels' PTX itself is interpreted (tests/ptx.py).
 """
 
 from __future__ import annotations
-
-import re
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from cute_kernels.quantization import casts, nvfp4_scales
+from tests.ptx import bits32, fp32, half, run, word_of
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed: the kernels' modules need it")
 
 from cute_kernels.hopper import nvfp4_packed as packed
-
-WORD = 0xFFFFFFFF
-Registers = dict[str, Tensor]
-
-
-def fp32(word: Tensor) -> Tensor:
-    return (word - (word >> 31 << 32)).to(torch.int32).view(torch.float32)
-
-
-def bits32(value: Tensor) -> Tensor:
-    return value.float().view(torch.int32).long() & WORD
-
-
-def half(word: Tensor, upper: int, dtype: torch.dtype) -> Tensor:
-    bits = word >> 16 * upper & 0xFFFF
-    return (bits - (bits >> 15 << 16)).to(torch.int16).view(dtype)
-
-
-def joined(low: Tensor, high: Tensor) -> Tensor:
-    """A word of two 16-bit values."""
-    a, b = (x.view(torch.int16).long() & 0xFFFF if x.is_floating_point() else x for x in (low, high))
-    return a | b << 16
-
-
-def rounded(value: Tensor, how: str, dtype: torch.dtype) -> Tensor:
-    """FP32 to 16 bits: `rn` to nearest, `rz` towards zero."""
-    near = value.to(dtype)
-    if how == "rn":
-        return near
-    bits = near.view(torch.int16)
-    return (bits - (near.double().abs() > value.double().abs()).to(torch.int16)).view(dtype)
-
-
-def of_halves(combine: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
-    return joined(*(combine(half(a, upper, dtype), half(b, upper, dtype)) for upper in (0, 1)))
-
-
-def smaller_of_magnitudes(a: Tensor, b: Tensor) -> Tensor:
-    """The sign that both give, and the number where one is NaN."""
-    sign = a.signbit() ^ b.signbit()
-    least = torch.fmin(a.abs(), b.abs())
-    return torch.where(sign, -least, least)
-
-
-def bytes_of(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
-    both, digits = [*((a >> 8 * i & 255) for i in range(4)), *((b >> 8 * i & 255) for i in range(4))], int(selector)
-    return sum((both[digits >> 4 * i & 7] << 8 * i for i in range(4)), torch.tensor(0))
-
-
-def lop3(a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
-    assert int(table) == (0xF0 & 0xCC) | (0xAA & ~0xCC)
-    return a & b | c & ~b
-
-
-def in_fp64(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """One operation on FP32 values, rounded once: FP64 holds what the kernels multiply and add well enough."""
-    return lambda *words: bits32(function(*(fp32(word).double() for word in words)))
-
-
-OPERATIONS: dict[str, Callable[..., Tensor]] = {
-    "mov.b32": lambda a: a,
-    "and.b32": torch.bitwise_and,
-    "or.b32": torch.bitwise_or,
-    "lop3.b32": lop3,
-    "prmt.b32": bytes_of,
-    "shl.b32": lambda a, b: a << b & WORD,
-    "shr.u32": lambda a, b: a >> b,
-    "add.u32": lambda a, b: a + b & WORD,
-    "min.u16x2": lambda a, b: joined(*(torch.minimum(a >> s & 0xFFFF, b >> s & 0xFFFF) for s in (0, 16))),
-    "abs.f32": lambda a: a & 0x7FFFFFFF,
-    "neg.f32": lambda a: a ^ 0x80000000,
-    "mul.rn.f32": in_fp64(torch.mul),
-    "max.f32": in_fp64(torch.fmax),
-    "fma.rn.f32": in_fp64(lambda a, b, c: a * b + c),
-    "mul.rn.bf16x2": lambda a, b: of_halves(lambda x, y: (x.double() * y.double()).bfloat16(), torch.bfloat16, a, b),
-    "min.xorsign.abs.bf16x2": lambda a, b: of_halves(smaller_of_magnitudes, torch.bfloat16, a, b),
-    "cvt.rn.satfinite.e4m3x2.f32": lambda a, b: e4m3(a) << 8 | e4m3(b),
-    "cvt.rn.f16x2.e4m3x2": lambda a: joined(*(element(a >> s & 255).half() for s in (0, 8))),
-    "cvt.u32.u16": lambda a: a,
-    "cvt.f32.f16": lambda a: bits32(half(a, 0, torch.float16)),
-    "setp.eq.f32": lambda a, b: fp32(a) == fp32(b),
-    "selp.b32": lambda a, b, c: torch.where(c, a, b),
-}
-for _kind, _dtype in (("bf16", torch.bfloat16), ("f16", torch.float16)):
-    for _how in ("rn", "rz"):
-        OPERATIONS[f"cvt.{_how}.{_kind}x2.f32"] = lambda a, b, how=_how, dtype=_dtype: joined(
-            rounded(fp32(b), how, dtype), rounded(fp32(a), how, dtype)
-        )
-
-
-def e4m3(word: Tensor) -> Tensor:
-    return casts.cast_fp8(fp32(word)).view(torch.uint8).long()
-
-
-def element(byte: Tensor) -> Tensor:
-    return byte.to(torch.uint8).view(torch.float8_e4m3fn).float()
-
-
-def run(text: str, off: int = 0, **registers: Tensor) -> Registers:
-    """What is in the registers after the instructions. off: by how much the last bits of an approximation are."""
-    found = dict(registers)
-
-    def read(name: str) -> Tensor:
-        if name in found:
-            return found[name]
-        return torch.tensor(int(name[2:], 16) if name.startswith("0f") else int(name, 0))
-
-    for line in filter(None, (line.strip() for line in text.replace("\n", " ").split(";"))):
-        if line.startswith(".reg"):
-            continue
-        name, rest = line.split(maxsplit=1)
-        target, *sources = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
-        operands = [read(source) for source in sources]
-        if target.startswith("{"):
-            for i, part in enumerate(target.strip("{}").split(",")):
-                found[part.strip()] = operands[0] >> 16 * i & 0xFFFF
-        elif name == "rcp.approx.ftz.f32":
-            found[target] = bits32(1 / fp32(operands[0]).double()) + off
-        else:
-            found[target] = OPERATIONS[name](*operands)
-    return found
-
-
-def word_of(first: Tensor, second: Tensor) -> Tensor:
-    return joined(first.bfloat16(), second.bfloat16())
 
 
 def factors_of(amax: float) -> tuple[Tensor, Tensor]:
