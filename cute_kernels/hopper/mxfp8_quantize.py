@@ -17,8 +17,14 @@ import torch
 from torch import Tensor
 
 from cute_kernels import launch
-from cute_kernels.catalog import SM90_MXFP8_DEQUANTIZE, SM90_MXFP8_QUANTIZE, SM90_MXFP8_QUANTIZE_WEIGHT
+from cute_kernels.catalog import (
+    SM90_MXFP8_DEQUANTIZE,
+    SM90_MXFP8_QUANTIZE,
+    SM90_MXFP8_QUANTIZE_WEIGHT,
+    Kernel,
+)
 from cute_kernels.facts import VECTOR_BYTES, TensorFacts, facts
+from cute_kernels.hopper.mxfp8_quantize_configs import RESTORE_WARPS, QuantizeOptions, warps_of
 from cute_kernels.hopper.operands import (
     KEPT,
     check_offsets,
@@ -33,18 +39,8 @@ from cute_kernels.mxfp8_reference import BLOCK, Mxfp8Copies, Mxfp8Weights, store
 
 MODULE = "cute_kernels.hopper.mxfp8_quantize_kernel"
 ARCH = SM90_MXFP8_QUANTIZE.arch
-WARPS = 16  # as the kernel has, at most; of its pieces, as `quantize_pieces`
 SPAN, RESTORED_SPAN = 128, 256
-
-
-@dataclass(frozen=True)
-class QuantizeOptions:
-    """Static facts of one compiled kernel: which results are wanted. square: rowwise is in blocks of 32x32."""
-
-    rowwise: bool
-    columnwise: bool
-    stored: bool
-    square: bool = False
+"""Columns of a warp's piece, as the kernel and `quantize_pieces` have them."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,8 @@ def mxfp8_quantize(
     sm_margin: int = 0,
 ) -> Mxfp8Copies:
     """`mxfp8_reference.mxfp8_quantize`."""
-    plan = _plan(facts(x), facts(offsets), facts(padded), sm_margin)
+    options = QuantizeOptions(rowwise, columnwise, stored)
+    plan = _plan(facts(x), facts(offsets), facts(padded), warps_of(options), sm_margin)
     if not (rowwise or columnwise or stored):
         raise ValueError(f"{SM90_MXFP8_QUANTIZE.name}: needs one of rowwise, columnwise and stored")
     (rows, width), device = x.shape, x.device
@@ -82,7 +79,7 @@ def mxfp8_quantize(
         data = torch.empty(shapes[0], dtype=torch.float8_e4m3fn, device=device)
         scale = torch.empty(shapes[1], dtype=torch.float8_e8m0fnu, device=device)
     if rows:
-        kernel = launch.kernel(MODULE, QuantizeOptions(rowwise, columnwise, stored), ARCH)
+        kernel = launch.kernel(MODULE, options, ARCH)
         copies = (along, down, data, None if scale is None else scale.view(torch.uint8))
         x = x if plan.readable else readable(x)
         kernel(x, offsets, padded, copies, plan.grid, launch.current_stream(device))
@@ -90,7 +87,7 @@ def mxfp8_quantize(
 
 
 @functools.lru_cache(KEPT)
-def _plan(x: TensorFacts, offsets: TensorFacts, padded: TensorFacts, sm_margin: int) -> Plan:
+def _plan(x: TensorFacts, offsets: TensorFacts, padded: TensorFacts, warps: int, sm_margin: int) -> Plan:
     kernel = SM90_MXFP8_QUANTIZE
     if len(x.shape) != 2:
         raise ValueError(f"{kernel.name}: x has {len(x.shape)} dimensions, needs 2: [T, K]")
@@ -98,9 +95,13 @@ def _plan(x: TensorFacts, offsets: TensorFacts, padded: TensorFacts, sm_margin: 
     kernel.require(dtype=dtype_name(x.dtype), K=width)
     groups = check_offsets(kernel.name, offsets, x)
     check_shape(kernel.name, "padded", padded, (groups + 1,), x, (torch.int32,))
-    pieces = stored_shapes(rows, groups, width)[0][0] // BLOCK * -(-width // SPAN)
-    grid = min(multiprocessors(kernel, x.device, sm_margin), -(-pieces // WARPS))
-    return Plan(groups, grid, is_readable(x))
+    lines = stored_shapes(rows, groups, width)[0][0]
+    return Plan(groups, _grid(kernel, x, lines, -(-width // SPAN), warps, sm_margin), is_readable(x))
+
+
+def _grid(kernel: Kernel, x: TensorFacts, lines: int, spans: int, warps: int, sm_margin: int) -> int:
+    """CTAs of so many warps for that many rows and spans of columns: at least a piece for each warp."""
+    return min(multiprocessors(kernel, x.device, sm_margin), -(-(lines // BLOCK * spans) // warps))
 
 
 def mxfp8_dequantize(
@@ -136,8 +137,7 @@ def _restore_grid(
         check_shape(kernel.name, name, t, shape, data, (dtype,))
         if not t.is_contiguous() or not t.aligned:
             raise ValueError(f"{kernel.name}: {name} needs to be contiguous from a multiple of {VECTOR_BYTES} bytes on")
-    pieces = data.shape[0] // BLOCK * -(-width // RESTORED_SPAN)
-    return min(multiprocessors(kernel, data.device, sm_margin), -(-pieces // WARPS))
+    return _grid(kernel, data, data.shape[0], -(-width // RESTORED_SPAN), RESTORE_WARPS, sm_margin)
 
 
 def mxfp8_quantize_weight(
@@ -146,10 +146,11 @@ def mxfp8_quantize_weight(
     """`mxfp8_reference.mxfp8_quantize_weight`."""
     first, stacked = weights[0], weights[0].dim() == 3
     shape = first.shape if stacked else (len(weights), *first.shape)
-    grid = _weight_grid(tuple(map(facts, weights)), sm_margin)
+    options = QuantizeOptions(True, columnwise and not square, False, square)
+    grid = _weight_grid(tuple(map(facts, weights)), warps_of(options), sm_margin)
     rows = torch.empty(shape, dtype=first.dtype, device=first.device)
-    columns = torch.empty_like(rows) if columnwise and not square else None
-    kernel = launch.kernel(MODULE, QuantizeOptions(True, columns is not None, False, square), ARCH)
+    columns = torch.empty_like(rows) if options.columnwise else None
+    kernel = launch.kernel(MODULE, options, ARCH)
     stream = launch.current_stream(first.device)
     height = first.shape[:-1].numel()  # rows of all groups are one: blocks do not span two
     whole = torch.arange(0, 2 * height, height, dtype=torch.int32, device=first.device)
@@ -160,8 +161,7 @@ def mxfp8_quantize_weight(
 
 
 @functools.lru_cache(KEPT)
-def _weight_grid(weights: tuple[TensorFacts, ...], sm_margin: int) -> int:
+def _weight_grid(weights: tuple[TensorFacts, ...], warps: int, sm_margin: int) -> int:
     kernel = SM90_MXFP8_QUANTIZE_WEIGHT
     rows, columns = check_plain_weights(kernel, weights)
-    pieces = rows // BLOCK * -(-columns // SPAN)
-    return min(multiprocessors(kernel, weights[0].device, sm_margin), -(-pieces // WARPS))
+    return _grid(kernel, weights[0], rows, -(-columns // SPAN), warps, sm_margin)

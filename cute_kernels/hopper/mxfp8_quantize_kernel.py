@@ -39,12 +39,12 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cute_kernels.hopper.epilogues.eights import load_global, load_shared, permuted, share, store_global
 from cute_kernels.hopper.fp8_scales import FOURS, MAGNITUDES, exchanged, halves_of
 from cute_kernels.hopper.mxfp8_packed import APART, rounded_pair, scale_pair, scaled_elements
+from cute_kernels.hopper.mxfp8_quantize_configs import RESTORE_WARPS, warps_of
 from cute_kernels.hopper.mxfp8_scales import BLOCK, decode_factor, values_of
 from cute_kernels.hopper.nvfp4_scales import larger_halves
 from cute_kernels.hopper.quantize_pieces import SPAN, Piece, Pieces, address, find
 from cute_kernels.hopper.rowwise_kernel import row_matrix, vector_of
 
-WARPS = 16
 COLUMNS = 8
 """Of a thread."""
 WORDS = COLUMNS // 2
@@ -245,7 +245,7 @@ class Restore:
         stream,
     ):
         self.kernel(data, scale, offsets, padded, out).launch(
-            grid=[grid, 1, 1], block=[WARPS * 32, 1, 1], min_blocks_per_mp=1, stream=stream
+            grid=[grid, 1, 1], block=[RESTORE_WARPS * 32, 1, 1], min_blocks_per_mp=1, stream=stream
         )
 
     @cute.kernel
@@ -257,7 +257,7 @@ class Restore:
         ctas, _, _ = cute.arch.grid_dim()
         spans = (out.shape[1] + 32 * COLUMNS - 1) // (32 * COLUMNS)
         pieces = padded[padded.shape[0] - 1] // BLOCK * spans
-        for index in cutlass.range(cta * WARPS + warp, pieces, ctas * WARPS, unroll=1):
+        for index in cutlass.range(cta * RESTORE_WARPS + warp, pieces, ctas * RESTORE_WARPS, unroll=1):
             piece = piece_of(index, spans, offsets, padded)
             if piece.left > 0:
                 self.piece(data, scale, piece, out)
@@ -306,13 +306,6 @@ def build_rows(options):
     )
     x = row_matrix(BFloat16, rows, columns)
     return QuantizeRows(options.square, warps_of(options)), (x, *places(), copies, Int32(1), make_fake_stream())
-
-
-def warps_of(options) -> int:
-    """As many as leave each thread the registers that it needs."""
-    if options.square or (options.columnwise and options.stored):
-        return 12
-    return 14 if options.columnwise and options.rowwise else WARPS
 
 
 def build_restore(options):

@@ -14,7 +14,8 @@ from cute_kernels.activation import Activation
 from cute_kernels.hopper import mxfp8_grouped_gemm, mxfp8_quantize
 from cute_kernels.hopper.configs import DACT_MXFP8, DACT_MXFP8_SUMS, Options, deepest
 from cute_kernels.hopper.mxfp8_grouped_gemm import SlotSumsOptions
-from cute_kernels.hopper.mxfp8_quantize import QuantizeOptions, RestoreOptions
+from cute_kernels.hopper.mxfp8_quantize import RestoreOptions
+from cute_kernels.hopper.mxfp8_quantize_configs import RESTORE_WARPS, QuantizeOptions, warps_of
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed: nothing can be compiled")
 
@@ -91,7 +92,9 @@ def compiled(module: str, asked: Any, capfd: pytest.CaptureFixture[str], folder:
 @pytest.mark.parametrize("asked", QUANTIZE, ids=str)
 def test_quantize(asked, capfd, tmp_path):
     ptx = compiled(mxfp8_quantize.MODULE, asked, capfd, tmp_path)
-    assert ("cp.async.bulk.tensor" in ptx) != isinstance(asked, RestoreOptions), "pieces come by TMA"
+    restores = isinstance(asked, RestoreOptions)
+    assert ("cp.async.bulk.tensor" in ptx) != restores, "pieces come by TMA"
+    assert f".reqntid {32 * (RESTORE_WARPS if restores else warps_of(asked))}, 1, 1" in ptx
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -112,5 +115,5 @@ def test_host_and_device_agree():
     assert mxfp8_grouped_gemm.SLOT == epilogue.ROWS
     from cute_kernels.hopper import mxfp8_quantize_kernel as kernel
 
-    assert (mxfp8_quantize.WARPS, mxfp8_quantize.SPAN) == (kernel.WARPS, kernel.SPAN)
+    assert mxfp8_quantize.SPAN == kernel.SPAN
     assert mxfp8_quantize.RESTORED_SPAN == 32 * kernel.COLUMNS

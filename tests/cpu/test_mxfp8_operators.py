@@ -12,7 +12,9 @@ from torch import Tensor
 from cute_kernels import mxfp8_reference, ops
 from cute_kernels.activation import Activation
 from cute_kernels.fp8_reference import padded_group_offsets
+from cute_kernels.hopper import mxfp8_quantize as host
 from cute_kernels.hopper.configs import DACT_MXFP8, DACT_MXFP8_SUMS, SMEM_BYTES, TILES, choose, deepest
+from cute_kernels.hopper.mxfp8_quantize_configs import RESTORE_WARPS, warps_of
 from cute_kernels.quantization.quantize import Quantized, parts_of
 from fusible_ops.sharing import BOUNDED, COUNTED
 from tests.cases import SPLITS, Splits
@@ -148,3 +150,29 @@ def test_every_tile_of_the_gradient_fits(gated: bool) -> None:
     for kind, rows in ((DACT_MXFP8, 128), (DACT_MXFP8_SUMS, 64)):
         config = choose(kind, 2048, gated=gated).config
         assert (config.tile_m, config.tile_n) == (rows, 128)
+
+
+def test_launches_have_a_piece_for_each_warp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many warps as the kernel in question has; nothing runs."""
+    launched: list[tuple] = []
+    monkeypatch.setattr(host, "multiprocessors", lambda kernel, device, sm_margin=0: 132 - sm_margin)
+    monkeypatch.setattr(host.launch, "current_stream", lambda device: 7)
+    monkeypatch.setattr(
+        host.launch, "kernel", lambda module, options, arch: lambda *given: launched.append((options, given[-2]))
+    )
+    x, places = torch.zeros(96 * 32, 128).bfloat16(), torch.tensor([0, 96 * 32], dtype=torch.int32)
+    pieces = mxfp8_reference.stored_shapes(96 * 32, 1, 128)[0][0] // 32
+    kinds = [kind for kind in itertools.product((False, True), repeat=3) if any(kind)]
+    for kind in kinds:
+        host.mxfp8_quantize(x, places, places, *kind)
+    assert [options for options, _ in launched] == [host.QuantizeOptions(*kind) for kind in kinds]
+    assert [grid for _, grid in launched] == [-(-pieces // warps_of(options)) for options, _ in launched]
+    assert len({grid for _, grid in launched}) == 3
+    launched.clear()
+    for columnwise, square in itertools.product((False, True), repeat=2):
+        host.mxfp8_quantize_weight([x], columnwise, square)
+    assert [grid for _, grid in launched] == [6, 8, 7, 8]
+    data, scale = mxfp8_reference.mxfp8_quantize(x, places, places, False, False, True)[2:]
+    host.mxfp8_dequantize(data, scale, places, places, len(x))
+    host.mxfp8_quantize(x, places, places, sm_margin=130)
+    assert [grid for _, grid in launched[-2:]] == [-(-pieces // RESTORE_WARPS), 2]
