@@ -351,6 +351,11 @@ class FusedOperation(FusibleOperation):
     def fusible_parts(self) -> list[BasicOperation]:
         return list(self.basic_ops)  # type: ignore[arg-type]
 
+    def check_margin(self, recipe: Recipe, sm_margin: int) -> None:
+        """Raise ValueError if its weight gradients under the recipe cannot leave so many SMs free. Asked by forward, if
+        they will be wanted, and by `explain`.
+        """
+
     def keeps(self) -> dict[int, int]:
         """Places among what it saves -> the basic op of whose input that is the copy to be kept (`offload_saved`)."""
         return {}

@@ -13,6 +13,7 @@ from cute_kernels.target import Target
 from fusible_ops.autocast_mode import autocast
 from fusible_ops.fuser import OperationFuser
 from fusible_ops.meta_run import Use, as_under, extra_inputs, input_width, on_meta
+from fusible_ops.planning import foreseen
 from fusible_ops.recipe import Recipe
 from fusible_ops.sequential import Sequential
 from patterns.picture import page
@@ -51,12 +52,14 @@ def as_data(
     found: list[dict[str, Any]] = []
     use = Use(autocast=dtype, recipe=recipe)
     machine = MACHINES.get(target)
-    for group in on_meta(model).groups():  # type: ignore[operator]
-        if not isinstance(group, OperationFuser):
+    copied: Sequential = on_meta(model)  # type: ignore[assignment]
+    for given, group in zip(model.groups(), copied.groups(), strict=True):
+        if not (isinstance(given, OperationFuser) and isinstance(group, OperationFuser)):
             found.append({"module": type(group).__name__})
             continue
         plan = group.plan(Target.named(target), dtype, recipe)
-        data = {**plan.as_data(), "rows": rows, "machine": machine.name if machine else None}
+        data = {**plan.as_data(), "raises": foreseen(given, plan, recipe)}
+        data |= {"rows": rows, "machine": machine.name if machine else None}
         data["titles"] = [op.title for op in plan.chain.ops]
         data["why_not"] = [
             [f"{refused.rule}: {refused.first.stage}: {refused.first}" for refused in plan.why_not(s.start, s.stop)]

@@ -50,6 +50,26 @@ def planned_steps(
     return _told_neighbours(forward, recipe), _told_neighbours(backward, recipe)
 
 
+def foreseen(fuser: OperationFuser, made: Plan, recipe: Recipe | None) -> list[str]:
+    """What calls by this plan of the run will raise, whatever input they are given: when, and with which text."""
+    found = []
+    for op, owner in fuser.named:
+        try:
+            op.check_parameters(op.hold(owner), owner)
+        except (RuntimeError, TypeError, ValueError) as error:
+            found.append(f"any call: {error}")
+    if recipe is None or not fuser.sharing.sm_margin:
+        return found
+    for step in _by_rules(made, fuser.ops, fuser.names, "allow", recipe):
+        weights = [part.first_weight for part in step.op.fusible_parts()]
+        if isinstance(step.op, FusedOperation) and any(w is not None and w.requires_grad for w in weights):
+            try:
+                step.op.check_margin(recipe, fuser.sharing.sm_margin)
+            except ValueError as error:
+                found.append(f"a call that records gradients: {error}")
+    return found
+
+
 def _runs(fuser: OperationFuser, taken: set[int]) -> Iterator[tuple[int, list[FusibleOperation], list[str]]]:
     """Runs of what no registered fusion takes: (their first basic op, ops, names). A container of which a part is taken
     is as many basic ops.

@@ -16,6 +16,7 @@ from fusible_ops.fuser import AUTOMATIC, ON_UNFUSED, OperationFuser
 from fusible_ops.named import own_name
 from fusible_ops.op import BasicOperation, FusibleOperation
 from fusible_ops.packing import pack_glu_weights_
+from fusible_ops.planning import foreseen
 from fusible_ops.recipe import Recipe
 from patterns import RULES, Rule, check_rules, explain
 
@@ -287,7 +288,8 @@ class Sequential(nn.Module):
         or None for the device of the parameters. dtype: as under `torch.autocast` in it; None: as the weights are.
         recipe: as under `autocast(recipe=recipe)`; None: as it is now. "auto" is shown as for very many rows, with the
         row count from which on it chooses so.
-        Fusions that were registered for all runs stand first: of their ops the rules get nothing, whatever follows.
+        Fusions that were registered for all runs stand first: of their ops the rules get nothing, whatever follows. So
+        does what calls will raise whatever input they are given (weights of one op in formats unlike each other, say).
         Returns text, or with as_data=True a list of dicts, one for each run of ops or plain module.
         """
         machine = self._target(target)
@@ -320,12 +322,18 @@ class Sequential(nn.Module):
 def _explained(
     run: OperationFuser, target: Target, dtype: torch.dtype | None, recipe: Recipe | str | None, as_data: bool
 ) -> Any:
-    if not isinstance(recipe, str):
-        made = run.plan(target, dtype, recipe)
-        return made.as_data() if as_data else explain(made)
-    least = run.least_rows(target, dtype)
-    made = run.plan(target, dtype, None if least is None else AUTOMATIC)
+    least, chosen = None, recipe
+    if isinstance(recipe, str):
+        least = run.least_rows(target, dtype)
+        chosen = None if least is None else AUTOMATIC
+    assert not isinstance(chosen, str)
+    made = run.plan(target, dtype, chosen)
+    errors = foreseen(run, made, chosen)
     if as_data:
-        return {**made.as_data(), "auto": {"least_rows": least}}
-    chosen = "none" if least is None else f"{AUTOMATIC.describe().name} from {least:,} rows on, none below"
-    return f"recipe auto: {chosen}\n{explain(made)}"
+        auto = {"auto": {"least_rows": least}} if isinstance(recipe, str) else {}
+        return {**made.as_data(), "raises": errors, **auto}
+    lines = [f"raises in {error}" for error in errors]
+    if isinstance(recipe, str):
+        when = "none" if chosen is None else f"{chosen.describe().name} from {least:,} rows on, none below"
+        lines.append(f"recipe auto: {when}")
+    return "\n".join([*lines, explain(made)])

@@ -23,7 +23,7 @@ padding:8px 12px;border-radius:6px;font:12px/1.5 ui-monospace,monospace;white-sp
 table{border-collapse:collapse;margin:.4em 0 1em;font-variant-numeric:tabular-nums}
 th{font-weight:600;text-align:left;border-bottom:1px solid #8a949c} td,th{padding:2px 14px 2px 0;white-space:nowrap}
 td.n,th.n{text-align:right} td.bar{width:220px} .bar i{display:block;height:11px;border-radius:2px;background:#2f6f4f}
-.bar i.memory{background:#5a7fb5} .dim{color:#66707a}
+.bar i.memory{background:#5a7fb5} .dim{color:#66707a} .raises{color:#a02c2c}
 """
 
 
@@ -38,7 +38,8 @@ def page(runs: Sequence[Data]) -> str:
     planned = [run for run in runs if "steps" in run]
     for run in planned:
         name = f'<h2 class="run">{_text(" -> ".join(run["titles"]))}</h2>' if len(planned) > 1 else ""
-        body += [name, _launches(run), _kept(run)]
+        body += [name, *(f'<p class="raises">raises in {_text(error)}</p>' for error in run["raises"])]
+        body += [_launches(run), _kept(run)]
     head = f'<meta charset="utf-8"><title>{_text(heading)}</title><style>{STYLE}</style>'
     return f"<!doctype html><html lang=en><head>{head}</head><body>\n" + "\n".join(body) + "\n</body></html>\n"
 

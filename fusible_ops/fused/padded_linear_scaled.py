@@ -13,7 +13,7 @@ from fusible_ops.fused.fp8_parts import plain_rows
 from fusible_ops.fused.padded_products import padded
 from fusible_ops.fused.padded_scaled_parts import (
     Scaled,
-    check_wgrads,
+    ScaledOperation,
     kept_of_weights,
     products_of,
     put_own_grads,
@@ -22,15 +22,16 @@ from fusible_ops.fused.padded_scaled_parts import (
 )
 from fusible_ops.fused.parts import checked_dtype, like_rows_of, linear_at, no_grads, row_factor, viewed
 from fusible_ops.fused.unfused import Unfused
-from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
+from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
 from fusible_ops.quantized_linear import QuantizedLinear
 from fusible_ops.quantized_parameters import read_by_backward
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.quantizer import Quantizer, is_unrounded
 from fusible_ops.recipe import Recipe
+from fusible_ops.sharing import margin_of
 
 
-class PaddedLinearScaled(FusedOperation):
+class PaddedLinearScaled(ScaledOperation):
     """y = x W_gᵀ (+ s·b_g), grouped or dense, under `MXFP8BlockScaling` or `NVFP4BlockScaling`: what `QuantizedLinear`
     means, on rows padded as in `PaddedLinear`.
 
@@ -69,7 +70,8 @@ class PaddedLinearScaled(FusedOperation):
         assert recipe is not None
         records = ctxs[-1].requires_grad
         trains, passes = (records and flag for flag in (ctx.wants[0], ctx.input_requires_grad))
-        check_wgrads(ctx, trains)
+        if trains:
+            self.check_margin(recipe, margin_of(ctx.kernels))
         rows, scales = _rows(input_), self.fc.scales(extras)
         groups = PaddedGroups(self.fc.offsets(ctx.formulas, rows.shape[0], extras), rows.shape[0])
         factors, bias = row_factor(scales, dtype), self.fc.bias(ctxs, dtype, records)

@@ -12,7 +12,7 @@ from fusible_ops.fused.fp8_parts import plain_rows
 from fusible_ops.fused.padded_products import padded
 from fusible_ops.fused.padded_scaled_parts import (
     Scaled,
-    check_wgrads,
+    ScaledOperation,
     kept_of_weights,
     products_of,
     put_grads,
@@ -32,13 +32,14 @@ from fusible_ops.fused.parts import (
 )
 from fusible_ops.fused.unfused import Unfused
 from fusible_ops.groups import same_values
-from fusible_ops.op import BasicOperation, FusedOperation, OperationContext, ParamGrads
+from fusible_ops.op import BasicOperation, OperationContext, ParamGrads
 from fusible_ops.quantized_linear import QuantizedLinear
 from fusible_ops.quantized_parameters import read_by_backward
 from fusible_ops.quantizer import Quantizer
+from fusible_ops.sharing import margin_of
 
 
-class PaddedMLPScaled(FusedOperation):
+class PaddedMLPScaled(ScaledOperation):
     """y = W2_g act(W1_g x + b1_g)·p + b2_g under `MXFP8BlockScaling` or `NVFP4BlockScaling`, on rows padded as in
     `PaddedMLP`; act is a GLU or a squared ReLU.
 
@@ -83,7 +84,8 @@ class PaddedMLPScaled(FusedOperation):
         records = ctxs[-1].requires_grad
         trains1, passes1 = (records and flag for flag in (ctx.wants[0], ctx.input_requires_grad))
         trains2, passes2 = (records and flag for flag in (ctx2.wants[0], ctx2.input_requires_grad))
-        check_wgrads(ctx, trains1, trains2)
+        if trains1 or trains2:
+            self.check_margin(recipe, margin_of(ctx.kernels))
         rows = plain_rows(input_)
         groups = PaddedGroups(fc1.offsets(ctx.formulas, rows.shape[0], extras), rows.shape[0])
         products = products_of(ctx, groups)

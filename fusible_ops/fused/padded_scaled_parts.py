@@ -19,12 +19,12 @@ from cute_kernels.quantization.scale_layout import from_storage
 from fusible_ops import casts
 from fusible_ops.fused.fp8_parts import DTYPE, made_anew
 from fusible_ops.fused.parts import Contexts, LinearPart, viewed
-from fusible_ops.op import OperationContext, ParamGrads
+from fusible_ops.op import FusedOperation, OperationContext, ParamGrads
 from fusible_ops.parameters import as_one
 from fusible_ops.quantized_parameters import as_held
 from fusible_ops.quantized_tensor import QuantizedTensor
 from fusible_ops.quantizer import Quantizer
-from fusible_ops.sharing import margin_of
+from fusible_ops.recipe import Recipe
 
 
 class Scaled(NamedTuple):
@@ -188,11 +188,11 @@ def products_of(ctx: OperationContext, groups: PaddedGroups) -> Mxfp8Products:
     return (Nvfp4Products if ctx.recipe.operand_format("input").two_level else Mxfp8Products)(ctx, groups)
 
 
-def check_wgrads(ctx: OperationContext, *trains: bool) -> None:
-    """ValueError if weight gradients, which take no margin, will be asked for with one. trains: of each linear."""
-    assert ctx.recipe is not None
-    if any(trains):
-        check_margin("nvfp4" if ctx.recipe.operand_format("input").two_level else "mxfp8", margin_of(ctx.kernels))
+class ScaledOperation(FusedOperation):
+    """One whose weight gradients are from MXFP8 or NVFP4, and leave no SM free."""
+
+    def check_margin(self, recipe: Recipe, sm_margin: int) -> None:
+        check_margin("nvfp4" if recipe.operand_format("input").two_level else "mxfp8", sm_margin)
 
 
 def _alpha(a: Scaled, b: Scaled) -> Tensor:

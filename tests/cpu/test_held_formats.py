@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 import fusible_ops as ops
 from cute_kernels.quantization.formats import Format, fp8_block, mxfp8, nvfp4
+from fusible_ops import picture
 from fusible_ops.quantized_tensor import quantized
 from tests.cases import EVEN
 from tests.compare import assert_bitwise_equal, relative_error
@@ -88,6 +89,26 @@ def test_explain_names_what_kernels_read() -> None:
     told = model.explain(target="sm_90a", recipe=RECIPES["fp8"])
     assert f"fc1 holds its weights in MXFP8 E4M3 1x32, needs {formats} or high precision" in told
     assert f"fc2 holds its weights in MXFP8 E4M3 1x32, needs {formats} or high precision" in told
+
+
+@pytest.mark.parametrize("arch", FUSED)
+def test_explain_says_that_a_mix_raises(arch: str) -> None:
+    """As the call says it, by the same check; so do its data and the page."""
+    mlp, model, inputs = build(arch, HELD["mxfp8"])
+    recipe = RECIPES["mxfp8"]
+    assert "raises" not in model.explain(target=arch, recipe=recipe)
+    assert model.explain(target=arch, recipe=recipe, as_data=True)[0]["raises"] == []
+    model[2].weight1 = Parameter(model[2].weight1.dequantize(BF16))
+    with ops.autocast(recipe=recipe), as_if_on(arch), pytest.raises(RuntimeError) as raised:
+        step(model, mlp, inputs)
+    assert "fc2: weight 1 is in high precision, weight 0 is MXFP8 E4M3 1x32" in str(raised.value)
+    for asked in (recipe, None, "auto"):
+        (told,) = model.explain(target=arch, recipe=asked, as_data=True)
+        assert told["raises"] == [f"any call: {raised.value}"]
+        assert model.explain(target=arch, recipe=asked).startswith(f"raises in any call: {raised.value}\n")
+    (pictured,) = picture.as_data(model, target=arch, recipe=recipe)
+    assert pictured["raises"] == told["raises"]
+    assert f"raises in any call: {raised.value}" in picture.picture(model, target=arch, recipe=recipe)
 
 
 @pytest.mark.parametrize("assigned", ["parameter", "data"])

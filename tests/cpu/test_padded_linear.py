@@ -308,9 +308,15 @@ def test_a_margin(functions: str) -> None:
     for recipe, name in ((MXFP8, "mxfp8"), (NVFP4, "nvfp4")):
         text = f"sm_margin is 16, needs 0: cuDNN Frontend's weight gradient from {name}"
         Operation.made.clear()
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match=text) as raised:
             fused_step(model, TAIL, given, recipe)
         assert not Operation.made
+        told = model.explain("sm_100a", recipe=recipe)
+        assert told.startswith(f"raises in a call that records gradients: {raised.value}\n")
+        assert "raises" not in model.explain("sm_100a") + model.explain("sm_90a", recipe=recipe)
+        model.requires_grad_(False)
+        assert "raises" not in model.explain("sm_100a", recipe=recipe)
+        model.requires_grad_(True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
