@@ -111,6 +111,21 @@ def test_what_is_kept_in_fp8():
     assert "the input" not in names and "made in between" not in names
 
 
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [((7168, 2048, 8), [0.80, 0.62, 0.69, 0.52]), ((2880, 2880, 32), [1.05, 0.73, 0.84, 0.52])],
+)
+def test_the_bytes_that_the_readme_states(sizes: tuple[int, int, int], wanted: list[float]):
+    """Without weights, over those in BF16."""
+    preacts = ("high_precision", "quantized")
+    recipes = [r(preactivation=kept) for r in (ops.Float8BlockScaling, ops.MXFP8BlockScaling) for kept in preacts]
+    kept = [as_data(mlp(*sizes), rows=32768, recipe=recipe)[0]["kept"] for recipe in (None, *recipes)]
+    plain, *others = [sum(one["bytes"] for one in each if len(one["shape"]) != 3) for each in kept]
+    assert [round(other / plain, 2) for other in others] == wanted
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert " | ".join(f"{share:.2f}" for share in wanted) in text
+
+
 def test_page_shows_ops_regions_and_reasons_and_needs_nothing_else():
     how = {"dtype": torch.bfloat16, "device": "meta"}
     fc1, fc2 = ops.Linear(64, 64, **how), ops.GroupedLinear(4, 32, 20, **how)
