@@ -3,8 +3,9 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, range_constexpr
-from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
+
+from cute_kernels.hopper.asm import asm
 
 ZERO_BYTES = 1024
 """Bytes of the piece. Writers whose pieces lie beside each other at any time were faster than with 8 KiB in turn."""
@@ -13,11 +14,8 @@ ZERO_BYTES = 1024
 @dsl_user_op
 def bulk_store(address, piece, size, *, loc=None, ip=None):
     """`size` bytes from `piece` in shared memory on to global memory; addresses and size are multiples of 16."""
-    operands = [value.ir_value(loc=loc, ip=ip) for value in (Int64(address), Int32(piece), Int32(size))]
-    llvm.inline_asm(
-        None, operands, "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;", "l,r,r", has_side_effects=True,
-        is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+    text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
+    asm(None, (Int64(address), Int32(piece), Int32(size)), text, "l,r,r", loc, ip, effects=True)
 
 
 @cute.jit

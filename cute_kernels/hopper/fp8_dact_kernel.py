@@ -41,12 +41,12 @@ import cutlass.memory as cutlass_memory
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.tensor_utils import LayoutEnum
 
+from cute_kernels.hopper.asm import asm
 from cute_kernels.hopper.configs import CONSUMERS
 from cute_kernels.hopper.epilogues import eights, epilogue
 from cute_kernels.hopper.epilogues.eights_dactivation import Differentiate
@@ -114,12 +114,9 @@ class Fragments(NamedTuple):
 @dsl_user_op
 def prefetch(address, size, wanted, *, loc=None, ip=None):
     """L2 fetches `size` bytes from there on if `wanted`; both are multiples of 16."""
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int32(size), Int32(wanted))]
+    operands = Int64(address), Int32(size), Int32(wanted)
     text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$0], $1; }"
-    llvm.inline_asm(
-        None, operands, text, "l,r,r", has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+    asm(None, operands, text, "l,r,r", loc, ip, effects=True)
 
 
 def in_eights(w: cute.Tensor):

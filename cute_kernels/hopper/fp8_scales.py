@@ -11,8 +11,9 @@ integers keeps NaN where a maximum of floats would drop it.
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op, select_
+from cutlass.cutlass_dsl import dsl_user_op, select_
+
+from cute_kernels.hopper.asm import asm
 
 BLOCK = 128
 E4M3_MAX = 448.0
@@ -47,19 +48,13 @@ def scales(amax: Int32, power_of_two: cutlass.Constexpr, source: cutlass.Constex
 @dsl_user_op
 def pack4(first, second, third, fourth, *, loc=None, ip=None):
     """Four FP32 values as E4M3 bytes of one word, the first lowest."""
-    values = [Float32(value).ir_value(loc=loc, ip=ip) for value in (first, second, third, fourth)]
     text = """{
         .reg .b16 low, high;
         cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
         cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
         mov.b32 $0, {low, high};
     }"""
-    return Uint32(
-        llvm.inline_asm(
-            T.i32(), values, text, "=r,f,f,f,f", has_side_effects=False, is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return asm(Uint32, map(Float32, (first, second, third, fourth)), text, "=r,f,f,f,f", loc, ip)
 
 
 def widen(target: str, word: str, upper: bool, source: str) -> str:
@@ -76,8 +71,6 @@ def pack_scaled(words, uppers, factor, source: str, *, loc=None, ip=None):
 
     In one piece: a compiler that sees the widened values of a tile keeps them, in twice the registers.
     """
-    operands = [Uint32(word).ir_value(loc=loc, ip=ip) for word in words]
-    operands.append(Float32(factor).ir_value(loc=loc, ip=ip))
     steps = "\n".join(f"{widen(f'x{i}', f'${i + 1}', uppers[i], source)} mul.f32 x{i}, x{i}, $5;" for i in range(4))
     text = f"""{{
         .reg .b16 low, high, half, none;
@@ -87,55 +80,32 @@ def pack_scaled(words, uppers, factor, source: str, *, loc=None, ip=None):
         cvt.rn.satfinite.e4m3x2.f32 high, x3, x2;
         mov.b32 $0, {{low, high}};
     }}"""
-    return Uint32(
-        llvm.inline_asm(
-            T.i32(), operands, text, "=r,r,r,r,r,f", has_side_effects=False, is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return asm(Uint32, (*map(Uint32, words), Float32(factor)), text, "=r,r,r,r,r,f", loc, ip)
 
 
 @dsl_user_op
 def add_half(total, word, upper: bool, source: str, *, loc=None, ip=None):
     """total + the upper (or lower) 16-bit value of a word, in FP32."""
-    operands = [Float32(total).ir_value(loc=loc, ip=ip), Uint32(word).ir_value(loc=loc, ip=ip)]
     text = f"""{{
         .reg .b16 half, none;
         .reg .b32 x;
         {widen("x", "$2", upper, source)}
         add.f32 $0, $1, x;
     }}"""
-    return Float32(
-        llvm.inline_asm(
-            T.f32(), operands, text, "=f,f,r", has_side_effects=False, is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return asm(Float32, (Float32(total), Uint32(word)), text, "=f,f,r", loc, ip)
 
 
 @dsl_user_op
 def max_halves(first, second, *, loc=None, ip=None):
     """The larger of the two upper, and of the two lower 16-bit integers of two words."""
-    words = [Uint32(value).ir_value(loc=loc, ip=ip) for value in (first, second)]
-    return Uint32(
-        llvm.inline_asm(
-            T.i32(), words, "max.u16x2 $0, $1, $2;", "=r,r,r", has_side_effects=False, is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return asm(Uint32, (Uint32(first), Uint32(second)), "max.u16x2 $0, $1, $2;", "=r,r,r", loc, ip)
 
 
 @dsl_user_op
 def halves_of(first, second, upper: bool, *, loc=None, ip=None):
     """The upper (or lower) 16 bits of two words as one word, those of the first below."""
-    words = [Uint32(value).ir_value(loc=loc, ip=ip) for value in (first, second)]
     text = f"prmt.b32 $0, $1, $2, {0x7632 if upper else 0x5410};"
-    return Uint32(
-        llvm.inline_asm(
-            T.i32(), words, text, "=r,r,r", has_side_effects=False, is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return asm(Uint32, (Uint32(first), Uint32(second)), text, "=r,r,r", loc, ip)
 
 
 FOURS = 0x1C1F

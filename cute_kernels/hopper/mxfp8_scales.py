@@ -9,9 +9,9 @@ An amax is kept as the bits of |x|, as in `fp8_scales`.
 
 import cutlass
 from cutlass import Float32, Int32, Uint32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op, select_
+from cutlass.cutlass_dsl import dsl_user_op, select_
 
+from cute_kernels.hopper.asm import asm
 from cute_kernels.hopper.fp8_scales import widen
 
 BLOCK = 32
@@ -24,8 +24,7 @@ LARGEST = 254 << 23  # bits of 2^127: the scale of byte 254
 @dsl_user_op
 def product(first, second, *, loc=None, ip=None):
     """first · second in FP32, subnormal numbers too."""
-    operands = [Float32(value).ir_value(loc=loc, ip=ip) for value in (first, second)]
-    return Float32(_asm(T.f32(), operands, "mul.rn.f32 $0, $1, $2;", "=f,f,f", loc, ip))
+    return asm(Float32, (Float32(first), Float32(second)), "mul.rn.f32 $0, $1, $2;", "=f,f,f", loc, ip)
 
 
 def scale_byte(amax):
@@ -60,13 +59,6 @@ def factors(amax):
     return Int32(select_(bits > 0x7F800000, Int32(NAN), encode)), cutlass.max(power, Int32(TINY))
 
 
-def _asm(result, operands, text: str, constraints: str, loc, ip):
-    return llvm.inline_asm(
-        result, operands, text, constraints, has_side_effects=False, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
-
-
 _QUANTISE = """
     mul.rn.f32 x0, x0, {encode[0]}; mul.rn.f32 x1, x1, {encode[1]};
     cvt.rn.satfinite.e4m3x2.f32 pair, x1, x0;"""
@@ -82,10 +74,9 @@ _REGISTERS = ".reg .b16 pair, low, high, half, none; .reg .b32 x0, x1, word;"
 @dsl_user_op
 def restored(first, second, encode, decode, *, loc=None, ip=None):
     """Two FP32 values through E4M3 with one scale: a word of two BF16 values, the first lower."""
-    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (first, second, encode, decode)]
     steps = (_QUANTISE + _RESTORE).format(encode=("$3", "$3"), decode=("$4", "$4"))
     text = f"{{ {_REGISTERS} mov.b32 x0, $1; mov.b32 x1, $2; {steps} }}"
-    return Uint32(_asm(T.i32(), operands, text, "=r,f,f,f,f", loc, ip))
+    return asm(Uint32, map(Float32, (first, second, encode, decode)), text, "=r,f,f,f,f", loc, ip)
 
 
 @dsl_user_op
@@ -93,49 +84,43 @@ def restored_apart(first, second, encode, decode, *, loc=None, ip=None):
     """The same with a scale each: `encode` is a pair, `decode` a word of two BF16 values, which are multiplied as such:
     rounded once too.
     """
-    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (first, second, *encode)]
-    operands.append(Uint32(decode).ir_value(loc=loc, ip=ip))
+    operands = *map(Float32, (first, second, *encode)), Uint32(decode)
     text = f"""{{ {_REGISTERS} mov.b32 x0, $1; mov.b32 x1, $2; {_QUANTISE.format(encode=("$3", "$4"))}
         cvt.rn.f16x2.e4m3x2 word, pair;
         mov.b32 {{low, high}}, word;
         cvt.f32.f16 x0, low; cvt.f32.f16 x1, high;
         cvt.rn.bf16x2.f32 word, x1, x0;
         mul.rn.bf16x2 $0, word, $5; }}"""
-    return Uint32(_asm(T.i32(), operands, text, "=r,f,f,f,f,r", loc, ip))
+    return asm(Uint32, operands, text, "=r,f,f,f,f,r", loc, ip)
 
 
 @dsl_user_op
 def elements(words, encode, *, loc=None, ip=None):
     """Four BF16 values of two words as E4M3 bytes of one, with a factor each."""
-    operands = [Uint32(word).ir_value(loc=loc, ip=ip) for word in words]
-    operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in encode]
     text = f"{{ {_REGISTERS} .reg .b16 first;"
     for index in range(2):
         text += "".join(widen(f"x{i}", f"${1 + index}", i == 1, "bfloat16") for i in range(2))
         text += _QUANTISE.format(encode=(f"${3 + 2 * index}", f"${4 + 2 * index}"))
         text += "mov.b16 first, pair;" if index == 0 else "mov.b32 $0, {first, pair}; }"
-    return Uint32(_asm(T.i32(), operands, text, "=r,r,r,f,f,f,f", loc, ip))
+    return asm(Uint32, (*map(Uint32, words), *map(Float32, encode)), text, "=r,r,r,f,f,f,f", loc, ip)
 
 
 @dsl_user_op
 def wide_values(pair, factor, *, loc=None, ip=None):
     """Two E4M3 bytes, the lower ones of a word, times a factor in FP32."""
-    operands = [Uint32(pair).ir_value(loc=loc, ip=ip), Float32(factor).ir_value(loc=loc, ip=ip)]
     text = f"""{{ {_REGISTERS}
         mov.b32 {{pair, none}}, $2;
         cvt.rn.f16x2.e4m3x2 word, pair;
         mov.b32 {{low, high}}, word;
         cvt.f32.f16 x0, low; cvt.f32.f16 x1, high;
         mul.rn.f32 $0, x0, $3; mul.rn.f32 $1, x1, $3; }}"""
-    both = llvm.StructType.get_literal([T.f32()] * 2)
-    found = _asm(both, operands, text, "=&f,=f,r,f", loc, ip)
-    return [Float32(llvm.extractvalue(T.f32(), found, [i], loc=loc, ip=ip)) for i in range(2)]
+    return asm([Float32] * 2, (Uint32(pair), Float32(factor)), text, "=&f,=f,r,f", loc, ip)
 
 
 @dsl_user_op
 def values_of(word, upper: bool, decode, *, loc=None, ip=None):
     """The lower or upper two of four E4M3 bytes as a word of two BF16 values, with a scale each."""
-    operands = [Uint32(word).ir_value(loc=loc, ip=ip), *(Float32(x).ir_value(loc=loc, ip=ip) for x in decode)]
     take = "mov.b32 {none, pair}, $1;" if upper else "mov.b32 {pair, none}, $1;"
     steps = _RESTORE.format(decode=("$2", "$3"))
-    return Uint32(_asm(T.i32(), operands, f"{{ {_REGISTERS} {take} {steps} }}", "=r,r,f,f", loc, ip))
+    text = f"{{ {_REGISTERS} {take} {steps} }}"
+    return asm(Uint32, (Uint32(word), *map(Float32, decode)), text, "=r,r,f,f", loc, ip)

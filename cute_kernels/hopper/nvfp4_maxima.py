@@ -9,9 +9,9 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op, select_
+from cutlass.cutlass_dsl import dsl_user_op, select_
 
+from cute_kernels.hopper.asm import asm
 from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.quantized import larger
 from cute_kernels.hopper.fp8_scales import MAGNITUDES, bf16_bits, exchanged, halves_of, max_halves
@@ -50,14 +50,11 @@ def largest_of(words, lanes: int):
 @dsl_user_op
 def raise_to(address, bits, known, *, loc=None, ip=None):
     """Lane 0 raises an integer in global memory to `bits`, where it is less; never if `known` is not."""
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int32(bits), Int32(known))]
+    operands = Int64(address), Int32(bits), Int32(known)
     text = """{ .reg .pred p; .reg .b32 lane;
         mov.u32 lane, %laneid; setp.lt.s32 p, $2, $1; setp.eq.and.u32 p, lane, 0, p;
         @p red.relaxed.gpu.global.max.s32 [$0], $1; }"""
-    llvm.inline_asm(
-        None, operands, text, "l,r,r,~{memory}", has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+    asm(None, operands, text, "l,r,r,~{memory}", loc, ip, effects=True)
 
 
 def place_of(amax, group):
@@ -73,13 +70,8 @@ def raise_group(amax, group, bits, known=-1):
 @dsl_user_op
 def look(address, *, loc=None, ip=None):
     """An integer in global memory that others raise, as it is now or was."""
-    text, operands = "ld.relaxed.gpu.global.s32 $0, [$1];", [Int64(address).ir_value(loc=loc, ip=ip)]
-    return Int32(
-        llvm.inline_asm(
-            T.i32(), operands, text, "=r,l,~{memory}", has_side_effects=True, is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    text = "ld.relaxed.gpu.global.s32 $0, [$1];"
+    return asm(Int32, [Int64(address)], text, "=r,l,~{memory}", loc, ip, effects=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -91,12 +83,8 @@ def load_turned(address, *, loc=None, ip=None):
     """Four 8 x 8 matrices of 16-bit values, of which each lane gives the address of a row. Of each, lane l gets column
     l // 4 of rows 2 (l % 4) and 2 (l % 4) + 1, a word.
     """
-    found = llvm.inline_asm(
-        llvm.StructType.get_literal([T.i32()] * 4), [Int32(address).ir_value(loc=loc, ip=ip)],
-        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r,~{memory}",
-        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
-    return [Uint32(llvm.extractvalue(T.i32(), found, [i], loc=loc, ip=ip)) for i in range(4)]
+    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
+    return asm([Uint32] * 4, [Int32(address)], text, "=r,=r,=r,=r,r,~{memory}", loc, ip, effects=True)
 
 
 @cute.jit

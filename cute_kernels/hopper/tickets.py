@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op
+
+from cute_kernels.hopper.asm import asm
 
 DEPTH = 4
 """Entries of the ring, a power of two: how far the producer warp may be ahead of the slowest reader."""
@@ -63,7 +64,7 @@ def take(tickets: Tickets, *, loc=None, ip=None):
 
     Predicated within the text: were it in a branch, ptxas would add for the whole warp at once, and wait.
     """
-    address = tickets.counter.iterator.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+    address = tickets.counter.iterator.toint(loc=loc, ip=ip)
     text = """{
         .reg .pred asks;
         .reg .b32 lane;
@@ -72,12 +73,7 @@ def take(tickets: Tickets, *, loc=None, ip=None):
         mov.b32 $0, 0;
         @asks atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
     }"""
-    return Int32(
-        llvm.inline_asm(
-            T.i32(), [address], text, "=&r,l", has_side_effects=True, is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return asm(Int32, [address], text, "=&r,l", loc, ip, effects=True)
 
 
 @cute.jit

@@ -9,9 +9,9 @@ coordinate such that its end is the end of the dimension, and the TMA unit fills
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op
 
+from cute_kernels.hopper.asm import asm
 from cute_kernels.hopper.grouped_wgrad_configs import TILE_COLUMNS, TILE_ROWS, TILE_TOKENS
 
 TILE_M, TILE_N, TILE_K = TILE_ROWS, TILE_COLUMNS, TILE_TOKENS
@@ -28,13 +28,7 @@ TYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cu
 @dsl_user_op
 def anew(value: Int32, *, loc=None, ip=None):
     """`value`, of which the compiler does not know that it is the same: what follows from it is computed again here."""
-    operand = Int32(value).ir_value(loc=loc, ip=ip)
-    return Int32(
-        llvm.inline_asm(
-            T.i32(), [operand], "mov.b32 $0, $1;", "=r,r", has_side_effects=True, is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return asm(Int32, [Int32(value)], "mov.b32 $0, $1;", "=r,r", loc, ip, effects=True)
 
 
 @cute.jit

@@ -11,11 +11,11 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor
 from cutlass.cutlass_dsl import dsl_user_op, select_
 
+from cute_kernels.hopper.asm import asm
 from cute_kernels.hopper.grouped_wgrad_configs import SLOT_ROW_BYTES
 from cute_kernels.hopper.wgrad_operands import TILE_M, TYPES, VECTOR_BYTES, anew
 from cute_kernels.hopper.wgrad_tiles import filled_groups, has_rows
@@ -29,10 +29,7 @@ UNITS, FAR_UNITS = 1 << 30, 1 << 10  # of 16 bytes in two dimensions that reach 
 @dsl_user_op
 def rest(*, loc=None, ip=None):
     """A pause of some 100 ns."""
-    llvm.inline_asm(
-        None, [], "nanosleep.u32 100;", "", has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+    asm(None, [], "nanosleep.u32 100;", "", loc, ip, effects=True)
 
 
 class Target(NamedTuple):

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint16, Uint32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op
 
+from cute_kernels.hopper.asm import asm
 from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.quantized import Copies, larger, where
 from cute_kernels.hopper.fp8_scales import pack4, scales
@@ -131,13 +131,6 @@ def sum_at(row: int, span: int, j: int) -> int:
 # Single values
 
 
-def _asm(result, operands, text: str, constraints: str, loc, ip, effects: bool = False):
-    return llvm.inline_asm(
-        result, operands, text, constraints, has_side_effects=effects, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
-
-
 def largest(values):
     """The largest magnitude of some values."""
     while len(values) > 1:
@@ -149,8 +142,7 @@ def largest(values):
 @dsl_user_op
 def permuted(a, b, selector: int, *, loc=None, ip=None):
     """Four bytes chosen from two words."""
-    operands = [Uint32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
-    return Uint32(_asm(T.i32(), operands, f"prmt.b32 $0, $1, $2, {selector};", "=r,r,r", loc, ip))
+    return asm(Uint32, (Uint32(a), Uint32(b)), f"prmt.b32 $0, $1, $2, {selector};", "=r,r,r", loc, ip)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -161,31 +153,20 @@ def _names(first: int, count: int) -> str:
     return "{" + ", ".join(f"${first + i}" for i in range(count)) + "}"
 
 
-def _words(found, count: int, loc, ip):
-    if count == 1:
-        return [Uint32(found)]
-    return [Uint32(llvm.extractvalue(T.i32(), found, [i], loc=loc, ip=ip)) for i in range(count)]
-
-
-def _kind(count: int):
-    return T.i32() if count == 1 else llvm.StructType.get_literal([T.i32()] * count)
-
-
 @dsl_user_op
 def load_shared(address, offset: int, count: int, wanted=None, *, loc=None, ip=None):
     """`count` words (1, 2 or 4) of shared memory from address + offset on; zeros if not `wanted`."""
     vector = f".v{count}" if count > 1 else ""
     names = _names(0, count) if count > 1 else "$0"
     text = f"ld.shared{vector}.b32 {names}, [${count}+{offset}];"
-    operands, outputs = [Int32(address).ir_value(loc=loc, ip=ip)], "=r," * count
+    operands, outputs = [Int32(address)], "=r," * count
     if wanted is not None:
         zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
         text = f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros} @p {text} }}"
-        operands.append(Int32(wanted).ir_value(loc=loc, ip=ip))
+        operands.append(Int32(wanted))
         outputs = "=&r," * count
     constraints = outputs + ",".join("r" * len(operands)) + ",~{memory}"
-    found = _asm(_kind(count), operands, text, constraints, loc, ip, effects=True)
-    return _words(found, count, loc, ip)
+    return asm([Uint32] * count, operands, text, constraints, loc, ip, effects=True)
 
 
 @dsl_user_op
@@ -194,9 +175,9 @@ def store_shared(address, offset: int, words, *, loc=None, ip=None):
     count = len(words)
     vector = f".v{count}" if count > 1 else ""
     names = _names(1, count) if count > 1 else "$1"
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int32(address), *map(Uint32, words))]
     text = f"st.shared{vector}.b32 [$0+{offset}], {names};"
-    _asm(None, operands, text, "r" + ",r" * count + ",~{memory}", loc, ip, effects=True)
+    constraints = "r" + ",r" * count + ",~{memory}"
+    asm(None, (Int32(address), *map(Uint32, words)), text, constraints, loc, ip, effects=True)
 
 
 @dsl_user_op
@@ -207,17 +188,15 @@ def load_global(address, offset: int, wanted, count: int, *, loc=None, ip=None):
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
     text = f"""{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros}
         @p ld.global{vector}.b32 {names}, [${count}+{offset}]; }}"""
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int32(wanted))]
-    found = _asm(_kind(count), operands, text, "=&r," * count + "l,r,~{memory}", loc, ip, effects=True)
-    return _words(found, count, loc, ip)
+    operands, constraints = (Int64(address), Int32(wanted)), "=&r," * count + "l,r,~{memory}"
+    return asm([Uint32] * count, operands, text, constraints, loc, ip, effects=True)
 
 
 @dsl_user_op
 def load_half(address, wanted, *, loc=None, ip=None):
     """16 bits of global memory that nobody writes; zeros if not `wanted`."""
     text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b16 $0, 0; @p ld.global.nc.b16 $0, [$1]; }"
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int32(wanted))]
-    return Uint16(_asm(T.i16(), operands, text, "=&h,l,r", loc, ip, effects=True))
+    return asm(Uint16, (Int64(address), Int32(wanted)), text, "=&h,l,r", loc, ip, effects=True)
 
 
 @dsl_user_op
@@ -227,16 +206,16 @@ def store_global(address, offset: int, wanted, words, *, loc=None, ip=None):
     vector = f".v{count}" if count > 1 else ""
     names = _names(2, count) if count > 1 else "$2"
     text = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.global{vector}.b32 [$0+{offset}], {names}; }}"
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int32(wanted), *map(Uint32, words))]
-    _asm(None, operands, text, "l,r" + ",r" * count + ",~{memory}", loc, ip, effects=True)
+    operands, constraints = (Int64(address), Int32(wanted), *map(Uint32, words)), "l,r" + ",r" * count + ",~{memory}"
+    asm(None, operands, text, constraints, loc, ip, effects=True)
 
 
 @dsl_user_op
 def store_transposed(address, offset: int, words, *, loc=None, ip=None):
     """Four 8 x 8 matrices of 16-bit units, transposed, to rows of 16 bytes: lane l gives the address of row l."""
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int32(address), *map(Uint32, words))]
+    operands = Int32(address), *map(Uint32, words)
     text = f"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+{offset}], {{$1, $2, $3, $4}};"
-    _asm(None, operands, text, "r,r,r,r,r,~{memory}", loc, ip, effects=True)
+    asm(None, operands, text, "r,r,r,r,r,~{memory}", loc, ip, effects=True)
 
 
 def put_record(room: Room, number: int, facts):

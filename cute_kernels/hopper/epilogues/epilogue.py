@@ -33,9 +33,10 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op
+
+from cute_kernels.hopper.asm import asm
 
 ROWS, COLS = 64, 32
 """Rows of a block of sums; columns of a piece."""
@@ -183,13 +184,7 @@ def rounded(values: cute.Tensor, dtype):
 @dsl_user_op
 def here(word, *, loc=None, ip=None):
     """`word`, computed at this point of the program and not later."""
-    value = Uint32(word).ir_value(loc=loc, ip=ip)
-    return Uint32(
-        llvm.inline_asm(
-            T.i32(), [value], "mov.b32 $0, $1;", "=r,r", has_side_effects=True, is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return asm(Uint32, [Uint32(word)], "mov.b32 $0, $1;", "=r,r", loc, ip, effects=True)
 
 
 def rounded_now(cut: Cut, acc: cute.Tensor, room, end, dtype):
@@ -215,19 +210,13 @@ def rounded_now(cut: Cut, acc: cute.Tensor, room, end, dtype):
 @dsl_user_op
 def meet(barrier, end, *, loc=None, ip=None):
     """All 128 threads of the barrier meet. Returns 0, which the compiler cannot know earlier."""
-    operands = [Int32(value).ir_value(loc=loc, ip=ip) for value in (barrier.barrier_id, end)]
     text = """{
         .reg .pred mine, any;
         setp.lt.s32 mine, $2, 0;
         barrier.cta.red.or.pred any, $1, 128, mine;
         selp.b32 $0, 1, 0, any;
     }"""
-    return Uint32(
-        llvm.inline_asm(
-            T.i32(), operands, text, "=r,r,r,~{memory}", has_side_effects=True, is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return asm(Uint32, map(Int32, (barrier.barrier_id, end)), text, "=r,r,r,~{memory}", loc, ip, effects=True)
 
 
 def not_before(zero, values: cute.Tensor):

@@ -13,9 +13,9 @@ import functools
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint16, Uint32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op
 
+from cute_kernels.hopper.asm import asm
 from cute_kernels.hopper.configs import SETS
 from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.epilogues.dactivation import fill
@@ -60,25 +60,16 @@ def scale_address(scales: cute.Tensor, inputs: int, column, tile, room):
 @dsl_user_op
 def store_byte(address, wanted, byte, *, loc=None, ip=None):
     """A byte to global memory, if `wanted`."""
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int32(wanted), Uint32(byte))]
+    operands = Int64(address), Int32(wanted), Uint32(byte)
     text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.global.u8 [$0], $2; }"
-    llvm.inline_asm(
-        None, operands, text, "l,r,r,~{memory}", has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+    asm(None, operands, text, "l,r,r,~{memory}", loc, ip, effects=True)
 
 
 @dsl_user_op
 def load_bytes(address, wanted, count: int, *, loc=None, ip=None):
     """2 or 4 bytes of global memory that nobody writes, the first lowest; 0 if not `wanted`."""
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (Int64(address), Int32(wanted))]
     text = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.u{8 * count} $0, [$1]; }}"
-    return Uint32(
-        llvm.inline_asm(
-            T.i32(), operands, text, "=&r,l,r", has_side_effects=True, is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return asm(Uint32, (Int64(address), Int32(wanted)), text, "=&r,l,r", loc, ip, effects=True)
 
 
 class ActivateKept(ActivateMxfp8):

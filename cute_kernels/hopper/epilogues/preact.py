@@ -17,22 +17,16 @@ two neighbours of every 8.
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op, select_
+from cutlass.cutlass_dsl import dsl_user_op, select_
 
+from cute_kernels.hopper.asm import asm
 from cute_kernels.hopper.epilogues import epilogue
 
 
 @dsl_user_op
 def chosen_halves(low, high, selector, *, loc=None, ip=None):
     """Two of the four 16-bit halves of two words: bytes `selector`, as PRMT has them."""
-    operands = [value.ir_value(loc=loc, ip=ip) for value in (Uint32(low), Uint32(high), Uint32(selector))]
-    return Uint32(
-        llvm.inline_asm(
-            T.i32(), operands, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", has_side_effects=False, is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    return asm(Uint32, map(Uint32, (low, high, selector)), "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", loc, ip)
 
 
 class Columns:

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import CopyUniversalOp
-from cutlass.cutlass_dsl import T, dsl_user_op, select_
+from cutlass.cutlass_dsl import dsl_user_op, select_
 
+from cute_kernels.hopper.asm import asm
 from cute_kernels.hopper.epilogues import epilogue
 from cute_kernels.hopper.fp8_scales import pack4, scales
 
@@ -76,49 +76,38 @@ class Copies(NamedTuple):
 # Single values
 
 
-def _asm(result, operands, text: str, constraints: str, loc, ip, effects: bool = False):
-    return llvm.inline_asm(
-        result, operands, text, constraints, has_side_effects=effects, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
-
-
 @dsl_user_op
 def larger(a, b, *, loc=None, ip=None):
     """max(|a|, |b|) in FP32, NaN if either is."""
-    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
     text = "{ .reg .f32 a, b; abs.f32 a, $1; abs.f32 b, $2; max.NaN.f32 $0, a, b; }"
-    return Float32(_asm(T.f32(), operands, text, "=f,f,f", loc, ip))
+    return asm(Float32, (Float32(a), Float32(b)), text, "=f,f,f", loc, ip)
 
 
 @dsl_user_op
 def bits_of(value, *, loc=None, ip=None):
     """The bits of a FP32 value."""
-    return Int32(_asm(T.i32(), [Float32(value).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=r,f", loc, ip))
+    return asm(Int32, [Float32(value)], "mov.b32 $0, $1;", "=r,f", loc, ip)
 
 
 @dsl_user_op
 def float_of(bits, *, loc=None, ip=None):
     """The FP32 value of 32 bits."""
-    return Float32(_asm(T.f32(), [Int32(bits).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=f,r", loc, ip))
+    return asm(Float32, [Int32(bits)], "mov.b32 $0, $1;", "=f,r", loc, ip)
 
 
 @dsl_user_op
 def load_words(address, count: int, *, loc=None, ip=None):
     """2 or 4 words of shared memory, from a multiple of their size."""
-    kind = llvm.StructType.get_literal([T.i32()] * count)
     names = ", ".join(f"${i}" for i in range(count))
     text = f"ld.shared.v{count}.b32 {{{names}}}, [${count}];"
-    constraints = "=r," * count + "r,~{memory}"
-    found = _asm(kind, [Int32(address).ir_value(loc=loc, ip=ip)], text, constraints, loc, ip, effects=True)
-    return [Uint32(llvm.extractvalue(T.i32(), found, [i], loc=loc, ip=ip)) for i in range(count)]
+    return asm([Uint32] * count, [Int32(address)], text, "=r," * count + "r,~{memory}", loc, ip, effects=True)
 
 
 @dsl_user_op
 def store_vector(address, values, *, loc=None, ip=None):
     """Four FP32 values to shared memory, to a multiple of 16 bytes."""
-    operands = [Int32(address).ir_value(loc=loc, ip=ip)] + [Float32(x).ir_value(loc=loc, ip=ip) for x in values]
-    _asm(None, operands, "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f,~{memory}", loc, ip, effects=True)
+    operands = Int32(address), *map(Float32, values)
+    asm(None, operands, "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f,~{memory}", loc, ip, effects=True)
 
 
 def widened(words):

@@ -22,6 +22,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.cutlass_dsl import dsl_user_op
 
+from cute_kernels.hopper.asm import asm
 from cute_kernels.hopper.epilogues import epilogue, quantized
 from cute_kernels.hopper.epilogues.activation import functions
 from cute_kernels.hopper.epilogues.quantized import BATCH, BLOCK, PATCH_COLS, Copies, Desk
@@ -39,11 +40,8 @@ def place(row, chunk):
 @dsl_user_op
 def store_pair(address, first, second, *, loc=None, ip=None):
     """Two FP32 values to shared memory."""
-    operands = [Int32(address).ir_value(loc=loc, ip=ip)] + [
-        Float32(x).ir_value(loc=loc, ip=ip) for x in (first, second)
-    ]
-    text = "st.shared.v2.f32 [$0], {$1, $2};"
-    quantized._asm(None, operands, text, "r,f,f,~{memory}", loc, ip, effects=True)
+    operands = Int32(address), Float32(first), Float32(second)
+    asm(None, operands, "st.shared.v2.f32 [$0], {$1, $2};", "r,f,f,~{memory}", loc, ip, effects=True)
 
 
 class Gradient:
