@@ -58,16 +58,14 @@ def _rounded(value: Tensor, how: str, dtype: torch.dtype) -> Tensor:
     return (bits - (near.double().abs() > value.double().abs()).to(torch.int16)).view(dtype)
 
 
-def _smaller_of_magnitudes(a: Tensor, b: Tensor) -> Tensor:
-    """The sign that both give, and the number where one is NaN."""
-    sign = a.signbit() ^ b.signbit()
-    least = torch.fmin(a.abs(), b.abs())
-    return torch.where(sign, -least, least)
-
-
 def _bytes_of(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
     both, digits = [*((a >> 8 * i & 255) for i in range(4)), *((b >> 8 * i & 255) for i in range(4))], int(selector)
-    return sum((both[digits >> 4 * i & 7] << 8 * i for i in range(4)), torch.tensor(0))
+
+    def chosen(digit: int) -> Tensor:
+        byte = both[digit & 7]
+        return (byte >> 7) * 255 if digit & 8 else byte
+
+    return sum((chosen(digits >> 4 * i & 15) << 8 * i for i in range(4)), torch.tensor(0))
 
 
 def _lop3(a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
@@ -112,18 +110,18 @@ OPERATIONS: dict[str, Combine] = {
     "mad.lo.u32": lambda a, b, c: a * b + c & WORD,
     "abs.f32": lambda a: a & 0x7FFFFFFF,
     "neg.f32": lambda a: a ^ 0x80000000,
+    "add.rn.f32": _in_fp64(torch.add),
     "mul.rn.f32": _in_fp64(torch.mul),
-    "max.f32": _in_fp64(torch.fmax),
     "fma.rn.f32": _in_fp64(lambda a, b, c: a * b + c),
     "mul.rn.bf16x2": _of_bf16(torch.mul),
     "add.rn.bf16x2": _of_bf16(torch.add),
     "sub.rn.bf16x2": _of_bf16(torch.sub),
-    "min.xorsign.abs.bf16x2": _of_bf16(_smaller_of_magnitudes),
     "cvt.rn.satfinite.e4m3x2.f32": lambda a, b: e4m3(a) << 8 | e4m3(b),
     "cvt.rn.f16x2.e4m3x2": lambda a: joined(*(element(a >> s & 255).half() for s in (0, 8))),
     "cvt.u32.u16": lambda a: a,
     "cvt.f32.f16": lambda a: bits32(half(a, 0, torch.float16)),
-    "setp.eq.f32": lambda a, b: fp32(a) == fp32(b),
+    "setp.le.f32": lambda a, b: fp32(a) <= fp32(b),
+    "setp.le.and.f32": lambda a, b, c: (fp32(a) <= fp32(b)) & c,
     "selp.b32": lambda a, b, c: torch.where(c, a, b),
 }
 for _kind in ("u16", "s16"):
@@ -141,6 +139,8 @@ def run(text: str, off: int = 0, **registers: Tensor) -> dict[str, Tensor]:
     found = dict(registers)
 
     def read(name: str) -> Tensor:
+        if name.startswith("{"):
+            return joined(*map(read, re.findall(r"[^{}, ]+", name)))
         if name in found:
             return found[name]
         return torch.tensor(int(name[2:], 16) if name.startswith("0f") else int(name, 0))

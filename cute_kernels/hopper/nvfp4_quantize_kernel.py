@@ -11,12 +11,13 @@ as zeros.
 Roles: warps that have nothing in common, persistent, one CTA an SM: each takes a piece of 16 rows x 128 columns (256 to
 restore) after another. What is to be quantised is on its way to shared memory (`quantize_pieces`) two pieces ahead,
 what is to be restored to registers one ahead.
-Timeline of a piece: a thread has 4 columns of all 16 rows. A column's block is then one thread's, and so is its
-rotation; a row's is that of 4 lanes, who share its work: each forms the scales of four rows, and the random bytes of
-every fourth, and they trade. Values are read again for the second copy, so that registers are left for more warps.
+Timeline of a piece: columns first, of which a thread has 4 in all 16 rows: a block is one thread's, and so is its
+rotation. BF16 values are stored from registers, codes once they are side by side in shared memory. Then rows, of which
+a thread has four whole blocks: q·S takes the place of x and leaves by one TMA store, which knows where the group ends;
+the place is asked for again a piece later. Random bytes are drawn before scales are formed, else registers are short.
 
-Numerics: maxima are exact; see `nvfp4_scales` for the rest. A piece of a group whose largest magnitude is near FP32's
-limits takes a longer way, `nvfp4_packed.Unusual`: the short one is exact but there. A warp chooses once a piece.
+Numerics: maxima are exact; see `nvfp4_scales` for the rest. What is near FP32's limits, or its scale near E4M3's, takes
+a longer way, `nvfp4_packed.Unusual`: the short one is exact but there. A warp chooses twice a piece.
 Largest magnitudes of groups meet by atomic maxima of bits, once for each group that a warp has pieces of.
 
 Measured on one H200 (2026-12-01, shares of what a copy of 1 GiB moves, variants in turn; dsv3, gptoss, qwen3 of
@@ -45,7 +46,7 @@ from cutlass.cutlass_dsl import select_
 
 from cute_kernels.hopper.epilogues.eights import load_global, load_shared, permuted, store_global, store_shared
 from cute_kernels.hopper.epilogues.quantized import larger
-from cute_kernels.hopper.fp8_scales import FOURS, MAGNITUDES, bf16_bits, exchanged, halves_of, max_halves
+from cute_kernels.hopper.fp8_scales import MAGNITUDES, bf16_bits, halves_of, max_halves
 from cute_kernels.hopper.nvfp4_maxima import (
     column_maxima,
     largest_half,
@@ -62,7 +63,6 @@ from cute_kernels.hopper.nvfp4_scales import (
     butterfly,
     half_of,
     larger_halves,
-    picked,
     random_words,
     rounded_pair,
     scale_of,
@@ -70,13 +70,20 @@ from cute_kernels.hopper.nvfp4_scales import (
     values,
     values_of,
 )
-from cute_kernels.hopper.quantize_pieces import COLUMNS, Piece, Pieces, address
+from cute_kernels.hopper.quantize_pieces import COLUMNS, SPAN, Piece, Pieces, Words, address
 from cute_kernels.hopper.rowwise_kernel import row_matrix, vector_of
 
 AMAX_WARPS, RESTORE_WARPS = 24, 20
-STAGES = 2
-"""Pieces of a warp in shared memory."""
+AHEAD = 2
+"""Pieces of a warp on their way to shared memory while it works at one, or that one and another."""
 BLOCK = 16
+BLOCKS, ACROSS = 4, SPAN // BLOCK
+"""Blocks of a thread, in a column; of a row of a piece."""
+ROWS_BYTES = 32 // ACROSS * 2 * SPAN
+"""From one of a thread's blocks to the next."""
+QUAD_BYTES = 4 * SPAN // 2
+STAGED_BYTES = BLOCK * SPAN // 2
+"""The codes of four rows, of a piece."""
 RESTORED_COLUMNS = 8
 
 
@@ -100,50 +107,15 @@ def largest_turned(words, width):
     return largest
 
 
-def turned(numbers, words, width):
-    """The same, rotated down the rows, two columns after the other."""
-    pairs = [numbers.rotated([row[0] for row in words])]
-    for pair in range(1, COLUMNS // 2):
-        zero = zero_after(width, pairs[-1][0])
-        pairs.append(numbers.rotated([row[pair] ^ zero for row in words]))
-    return [list(row) for row in zip(*pairs, strict=True)]
-
-
 def over_block(words):
-    """The largest magnitudes of four rows over the 4 lanes of a block, two rows a word: each lane gets other rows."""
-    lane, found = cute.arch.lane_idx(), []
-    for r in range(0, BLOCK, 2):
-        both = [larger_halves(*row) for row in words[r : r + 2]]
-        found.append(larger_halves(halves_of(*both, False), halves_of(*both, True)) & Uint32(MAGNITUDES))
-    for distance in (1, 2):
-        upper, half = Boolean(lane & distance != 0), len(found) // 2
-        kept = [chosen(upper, found[half + i], found[i]) for i in range(half)]
-        sent = [chosen(upper, found[i], found[half + i]) for i in range(half)]
-        found = [max_halves(mine, exchanged(word, distance)) for mine, word in zip(kept, sent, strict=True)]
-    return found
-
-
-def of_row(words, row: int):
-    """Row `row`'s of the words, one a row or two, that each of a block's lanes has: those of `over_block`'s rows."""
-    owner = row // 8 + row // 4 % 2 * 2
-    return Uint32(cute.arch.shuffle_sync(words[row % 4 * len(words) // 4], offset=owner, mask_and_clamp=FOURS))
+    """The largest magnitude of the values of two blocks, in the halves of a word."""
+    both = [functools.reduce(larger_halves, block) for block in words]
+    return larger_halves(halves_of(*both, False), halves_of(*both, True)) & Uint32(MAGNITUDES)
 
 
 def halves(largest):
     """The FP32 bits of both halves of a word of maxima."""
     return bf16_bits(largest & Uint32(0xFFFF)), bf16_bits(largest >> 16)
-
-
-def traded(words):
-    """Word w of lane l and word l of lane w of four lanes change places."""
-    lane = cute.arch.lane_idx()
-    for distance in (1, 2):
-        upper = Boolean(lane & distance != 0)
-        for low in [i for i in range(4) if not i & distance]:
-            high = low + distance
-            got = exchanged(chosen(upper, words[low], words[high]), distance)
-            words[low], words[high] = chosen(upper, got, words[low]), chosen(upper, words[high], got)
-    return words
 
 
 def limited(piece: Piece, out: cute.Tensor):
@@ -236,8 +208,12 @@ class QuantizeRows:
     """Rows of groups. options: `nvfp4_quantize.QuantizeOptions`."""
 
     def __init__(self, options):
-        self.square, self.rotates, self.warps = options.square, options.rotates, warps_of(options)
-        self.pieces = Pieces(BLOCK, self.warps, STAGES, scattered=not options.square)
+        self.square, self.rotates, self.stochastic = options.square, options.rotates, options.stochastic
+        self.warps = warps_of(options)
+        self.sends = options.rowwise and not options.square
+        """Whether rows leave from where they were asked for to: a place is free one piece later."""
+        self.pieces = Pieces(BLOCK, self.warps, AHEAD + self.sends, scattered=not options.square)
+        self.kept = 4 + options.stored * STAGED_BYTES // 4
 
     @cute.jit
     def __call__(
@@ -253,9 +229,11 @@ class QuantizeRows:
         grid: Int32,
         stream,
     ):
-        atom, tensor = self.pieces.source(x)
-        self.Storage = self.pieces.storage()
-        self.kernel(atom, tensor, offsets, padded, amax, column_amax, state, copies, lines).launch(
+        source, target = self.pieces.source(x), (None, None)
+        if const_expr(self.sends):
+            target = self.pieces.target(Copies(*copies).rows)
+        self.Storage = self.pieces.storage(self.kept)
+        self.kernel(*source, *target, offsets, padded, amax, column_amax, state, copies, lines).launch(
             grid=[grid, 1, 1], block=[self.warps * 32, 1, 1], min_blocks_per_mp=1, stream=stream
         )
 
@@ -264,6 +242,8 @@ class QuantizeRows:
         self,
         atom: cute.CopyAtom,
         tensor: cute.Tensor,
+        sink: cute.CopyAtom | None,
+        sunk: cute.Tensor | None,
         offsets: cute.Tensor,
         padded: cute.Tensor,
         amax: cute.Tensor | None,
@@ -276,39 +256,48 @@ class QuantizeRows:
         memory = cutlass.memory.SmemAllocator().allocate(self.Storage)
         if warp == 0:
             cpasync.prefetch_descriptor(atom)
-        kept = Int32(memory.kept.data_ptr().toint() + warp * 16)
-        width, known, turn = tensor.shape[0], Int32(-1), Int32(0)
-        way, there = self.pieces.start(memory, warp, width, padded)
-        for stage in cutlass.range(STAGES, unroll=1):
+        kept = Int32(memory.kept.data_ptr().toint() + warp * (4 * self.kept))
+        stages, first = const_expr(self.pieces.stages), warp * self.pieces.stages
+        known, turn, phase = Int32(-1), Int32(0), Int32(0)
+        way, there = self.pieces.start(memory, warp, tensor.shape[0], padded)
+        for stage in cutlass.range(AHEAD, unroll=1):
             if way.first + stage * way.step < way.end:
-                slot = STAGES * warp + stage
-                there = self.pieces.ask(memory, atom, tensor, slot, there, way, offsets, padded)
+                there = self.pieces.ask(memory, atom, tensor, first + stage, there, way, offsets, padded)
         for index in cutlass.range(way.first, way.end, way.step, unroll=1):
-            slot = STAGES * warp + turn % STAGES
-            piece, group, words = self.pieces.arrived(memory, slot, turn // STAGES % 2)
+            slot, free = first + turn, first + turn
+            if const_expr(self.sends):
+                free = first + Int32(select_(turn == 0, Int32(stages - 1), turn - 1))
+            piece, group, place = self.pieces.there(memory, slot, phase)
             turn += 1
+            if turn == stages:
+                turn, phase = Int32(0), phase ^ 1
             if group != known:
                 known = group
                 self.keep_factors(kept, amax, column_amax, group)
             encode = self.factors(kept, True)[0]
-            plain = Boolean(True)
-            if const_expr(amax is not None):
-                plain = plain & usual(self.factors(kept, False)[1])
-            if const_expr(column_amax is not None):
-                plain = plain & usual(self.factors(kept, True)[1])
             if (piece.left > 0) | (encode != encode):  # NaN makes more than zeros of a group's padding
                 if const_expr(self.square):
-                    self.store_square(words, self.factors(kept, False), Copies(*copies).rows, piece)
+                    mine = piece._replace(column=piece.column + COLUMNS * cute.arch.lane_idx())
+                    words = Words(place + 2 * COLUMNS * cute.arch.lane_idx(), BLOCK)
+                    self.store_square(words, self.factors(kept, False), Copies(*copies).rows, mine)
                 else:
-                    if plain:
-                        self.piece(Usual, words, width, kept, amax, column_amax, state, Copies(*copies), lines, piece)
-                    else:
-                        self.piece(Unusual, words, width, kept, amax, column_amax, state, Copies(*copies), lines, piece)
+                    if const_expr(column_amax is not None):
+                        self.columns(kept, place, Copies(*copies), piece, state, lines)
+                    if const_expr(self.sends):
+                        cute.arch.sync_warp()
+                        piece, _, place = self.pieces.facts(memory, slot)
+                        self.rows(kept, place, tensor.shape[0], piece, state)
+                        self.pieces.send(memory, sink, sunk, slot, piece)
             else:
-                self.store_zeros(Copies(*copies), piece)
+                self.store_zeros(kept, Copies(*copies), piece)
+            if const_expr(self.sends):
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(1, read=True)
             cute.arch.sync_warp()
-            if index + STAGES * way.step < way.end:
-                there = self.pieces.ask(memory, atom, tensor, slot, there, way, offsets, padded)
+            if index + AHEAD * way.step < way.end:
+                there = self.pieces.ask(memory, atom, tensor, free, there, way, offsets, padded)
+        if const_expr(self.sends):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def keep_factors(self, kept, amax, column_amax, group):
@@ -322,37 +311,18 @@ class QuantizeRows:
         cute.arch.sync_warp()
 
     def factors(self, kept, columns: bool):
-        return [word.bitcast(Float32) for word in load_shared(kept, 8 * columns, 2)]
+        encode, inverse = (word.bitcast(Float32) for word in load_shared(kept, 8 * columns, 2))
+        return encode, inverse
 
-    def piece(self, numbers, words, width, kept, amax, column_amax, state, copies: Copies, lines, piece: Piece):
-        """Everything that is wanted of one piece. numbers: `Usual` or `Unusual`, as its group is."""
-        if amax is not None:
-            zero = self.store_rows(numbers, words, self.factors(kept, False), copies.rows, piece, state)
-            piece = piece._replace(padded=piece.padded + Int32(zero), column=piece.column + Int32(zero))
-            words = words.after(zero)
-        if column_amax is not None:
-            words = turned(numbers, words, width) if self.rotates else words
-            self.store_columns(numbers, words, self.factors(kept, True), copies, piece, state, lines)
-
-    def store_zeros(self, copies: Copies, piece: Piece):
+    def store_zeros(self, kept, copies: Copies, piece: Piece):
         """What lies in columns of no rows."""
         if copies.columns is not None:
-            start, step = address(copies.columns, piece.padded, piece.column)
-            inside = piece.column < copies.columns.shape[1]
-            for r in range(BLOCK):
-                store_global(start + r * step, 0, inside, [Uint32(0)] * (COLUMNS // 2))
+            self.store_columns([[Uint32(0)] * (COLUMNS // 2)] * BLOCK, copies.columns, piece, 0)
         if copies.data is not None:
-            start, step, inside = self.place_of_codes(copies, piece)
-            for r in range(0, BLOCK, 2):
-                store_global(start + r * step, 0, inside, [Uint32(0)])
-            place, _ = address(copies.scale, piece.padded // BLOCK, piece.column)
-            store_global(place, 0, inside, [Uint32(0)])
-
-    def place_of_codes(self, copies: Copies, piece: Piece):
-        """(where a lane's codes begin, bytes from row to row, whether it has any): eight in every second row."""
-        odd = cute.arch.lane_idx() % 2
-        start, step = address(copies.data, piece.padded + odd, piece.column // 2 - 2 * odd)
-        return start, step, piece.column < copies.scale.shape[1]
+            lane = cute.arch.lane_idx()
+            for quad in range(0, BLOCK, 4):
+                store_shared(kept + 8 * lane, 16 + quad // 4 * QUAD_BYTES, [Uint32(0)] * 2)
+            self.store_stored(kept, Uint32(0), copies, piece)
 
     def store_square(self, words, factors, out: cute.Tensor, piece: Piece):
         """q·S in blocks of 16x16: one scale for 4 lanes."""
@@ -363,92 +333,152 @@ class QuantizeRows:
         for r, row in enumerate(words):
             store_global(start + r * step, 0, r < limit, [values(word, (encode, encode), decode) for word in row])
 
-    def store_rows(self, numbers, words, factors, out: cute.Tensor, piece: Piece, state):
-        """q·S in blocks of 1x16."""
-        scales = [numbers.scales(largest, *factors) for largest in over_block(words)]
-        encodes = [one.bitcast(Uint32) for both, _, _ in scales for one in both]
-        decodes = [decode for _, decode, _ in scales]
-        start, step = address(out, piece.row, piece.column)
-        limit = limited(piece, out)
-        zero, random, decode = Uint32(0), [], Uint32(0)
-        for r, row in enumerate(words):
-            if state is not None and r % 8 == 0:
-                random = self.row_bytes(out.shape[1], piece._replace(row=piece.row + Int32(zero)), r, state)
-            encode = of_row(encodes, r).bitcast(Float32)
-            decode = decode if r % 2 else of_row(decodes, r)
-            result = []
-            for pair, word in enumerate(row):
-                drawn = permuted(random[r % 8], Uint32(0), 0x4342 if pair else 0x4140) if random else None
-                result.append(numbers.values(word, (encode, encode), decode, drawn, r % 2))
-            store_global(start + r * step, 0, r < limit, result)
-            if r % 4 == 3:
-                zero = zero_after(out.shape[1], result[0])
-                start += Int64(zero)
-        return zero
+    @cute.jit
+    def rows(self, kept, place, width, piece: Piece, state: cute.Tensor | None):
+        """q·S in blocks of 1x16, in place. A thread has four blocks, of rows four apart, one below the other.
 
-    def row_bytes(self, width, piece: Piece, first: int, state):
-        """Of the random bytes of rows first.. to + 8 those of this lane's columns, a word a row."""
-        row = piece.row + first + cute.arch.lane_idx() % 4
-        blocks = [Int64(row + four) * (width // 16) + piece.column // 16 for four in (0, 4)]
-        return [word for words in random_words(blocks, 0, (state[0], state[1])) for word in traded(words)]
-
-    def store_columns(self, numbers, words, factors, copies: Copies, piece: Piece, state, lines):
-        """q·S in blocks of 16x1, or codes and scales, in padded rows. lines: padded rows of the matrix."""
-        scales = [numbers.scales(largest, *factors) for largest in column_maxima(words)]
+        Of eight lanes four begin with the other half of a block, so that no bank is met twice.
+        """
+        lane = cute.arch.lane_idx()
+        row, block = lane // ACROSS, lane % ACROSS
+        first = place + row * (2 * SPAN) + block * (2 * BLOCK) + (lane & 4) * 4
+        both = first, first ^ 16
+        words = [[word for half in both for word in load_shared(half, i * ROWS_BYTES, 4)] for i in range(BLOCKS)]
+        largest = [over_block(words[i : i + 2]) for i in range(0, BLOCKS, 2)]
+        done = Boolean(False)
         random = None
+        if const_expr(state is not None):
+            index = Int64(piece.row + row) * (width // BLOCK) + (piece.column // BLOCK + block)
+            blocks = [index + Int64(width // BLOCK) * (BLOCKS * i) for i in range(BLOCKS)]
+            random = bytes_of(blocks, 0, state)
+            turned = Boolean(lane & 4 != 0)
+            random = [[chosen(turned, one[i ^ 2], one[i]) for i in range(4)] for one in random]
+            largest = [one ^ zero_after(width, random[-1][-1]) for one in largest]
+        encode, inverse = self.factors(kept, False)
+        plain = usual(inverse)
+        if plain:
+            scales = [Usual.scales(one, encode, inverse, False, self.stochastic) for one in largest]
+            done = Boolean(cute.arch.vote_all_sync(functools.reduce(lambda a, b: a & b, [one[3] for one in scales])))
+            if done:
+                self.write_rows(Usual, words, scales, random, both, width)
+        if not done:
+            scales = [Unusual.scales(one, encode, inverse, False, self.stochastic) for one in largest]
+            self.write_rows(Unusual, words, scales, random, both, width)
+
+    def write_rows(self, numbers, words, scales, random, places, width):
+        for i, block in enumerate(words):
+            encodes, decode, *_ = scales[i // 2]
+            drawn, result = None, []
+            for j, word in enumerate(block):
+                if random is not None:
+                    drawn = permuted(random[i][j // 2], Uint32(0), 0x4342 if j % 2 else 0x4140)
+                result.append(numbers.values(word, (encodes[i % 2],) * 2, decode, drawn, i % 2))
+            if numbers is Unusual and block is not words[-1]:  # one block after the other: registers
+                words[i + 1] = [word ^ zero_after(width, result[-1]) for word in words[i + 1]]
+            for half, there in enumerate(places):
+                store_shared(there, i * ROWS_BYTES, result[4 * half : 4 * half + 4])
+
+    @cute.jit
+    def columns(self, kept, place, copies: Copies, piece: Piece, state: cute.Tensor | None, lines):
+        """q·S in blocks of 16x1, or codes and scales, in padded rows. lines: padded rows of the matrix.
+
+        A thread has 4 columns of all 16 rows.
+        """
+        words = Words(place + 2 * COLUMNS * cute.arch.lane_idx(), BLOCK)
+        done = Boolean(False)
+        plain = usual(self.factors(kept, True)[1])
+        if plain:
+            mine, random, scales = self.scales_down(Usual, kept, words, piece, state, lines)
+            done = Boolean(cute.arch.vote_all_sync(scales[0][3] & scales[1][3]))
+            if done:
+                self.write_columns(Usual, kept, mine, scales, random, copies, piece, lines)
+        if not done:
+            mine, random, scales = self.scales_down(Unusual, kept, words, piece, state, lines)
+            self.write_columns(Unusual, kept, mine, scales, random, copies, piece, lines)
+
+    def scales_down(self, numbers, kept, words, piece: Piece, state, lines):
+        """(what lies in columns, their random bytes or None, the scales of two pairs of them)."""
+        words = words[:]
+        if self.rotates:
+            pairs = [numbers.rotated(pair) for pair in zip(*words, strict=True)]
+            words = [list(row) for row in zip(*pairs, strict=True)]
+        largest, random = column_maxima(words), None
+        encode, inverse = self.factors(kept, True)
         if state is not None:
-            column = piece.column + Int32(zero_after(lines, scales[0][2]))
-            blocks = [Int64(column + i) * (lines // 16) + piece.padded // 16 for i in range(COLUMNS)]
-            random = random_words(blocks, 1, (state[0], state[1]))
-        encodes = [both for both, _, _ in scales]
-        if copies.columns is not None:
-            decodes = [decode for _, decode, _ in scales]
-            start, step = address(copies.columns, piece.padded, piece.column)
-            inside = piece.column < copies.columns.shape[1]
-            zero, result = Uint32(0), words[0]
-            for r, row in enumerate(words):
-                if r % 4 == 0 and r:
-                    zero = zero_after(copies.columns.shape[1], result[0])
-                    start += Int64(zero)
-                drawn = self.column_bytes(random, r)
-                each = zip(row, encodes, decodes, drawn, strict=True)
-                result = [numbers.values(word ^ zero, *how) for word, *how in each]
-                store_global(start + r * step, 0, inside, result)
+            column = piece.column + COLUMNS * cute.arch.lane_idx() + Int32(zero_after(lines, largest[0]))
+            blocks = [Int64(column + i) * (lines // BLOCK) + piece.padded // BLOCK for i in range(COLUMNS)]
+            random = bytes_of(blocks, 1, state)
+            largest = [one ^ zero_after(lines, random[-1][-1]) for one in largest]
+        return words, random, [numbers.scales(one, encode, inverse, self.rotates, self.stochastic) for one in largest]
+
+    def write_columns(self, numbers, kept, words, scales, random, copies: Copies, piece: Piece, lines):
+        encodes = [one[0] for one in scales]
+        packed, zero = permuted(scales[0][2], scales[1][2], 0x5410), Uint32(0)
+        for quad in range(0, BLOCK, 4):
+            rows, drawn = words[quad : quad + 4], column_bytes(random, quad // 4, zero)
+            if copies.columns is not None:
+                decodes = [one[1] for one in scales]
+                results = [
+                    [numbers.values(word, *how) for word, *how in zip(row, encodes, decodes, each, strict=True)]
+                    for row, each in zip(rows, drawn, strict=True)
+                ]
+                self.store_columns(results, copies.columns, piece, quad)
+            else:
+                results = self.stage_codes(numbers, kept, rows, encodes, packed, drawn, quad)
+            if random is not None:
+                zero = zero_after(lines, results[0][0])
         if copies.data is not None:
-            self.store_codes(
-                numbers, words, encodes, permuted(scales[0][2], scales[1][2], 0x5410), random, copies, piece
-            )
+            self.store_stored(kept, packed, copies, piece)
 
-    def column_bytes(self, random, row: int):
-        """Random bytes of a row's columns, two a word, in bits 0 and 16; or None of each."""
-        if random is None:
-            return [None] * (COLUMNS // 2)
-        first = row % 4
-        pairs = [[random[i + j][row // 4] for j in range(2)] for i in range(0, COLUMNS, 2)]
-        return [permuted(*pair, first | 4 + first << 8) & Uint32(0x00FF00FF) for pair in pairs]
+    def store_columns(self, words, out: cute.Tensor, piece: Piece, first: int):
+        column = piece.column + COLUMNS * cute.arch.lane_idx()
+        start, step = address(out, piece.padded, column)
+        for r, row in enumerate(words):
+            store_global(start + Int64(Int32(step)) * (first + r), 0, column < out.shape[1], row)
 
-    def store_codes(self, numbers, words, encodes, packed, random, copies: Copies, piece: Piece):
-        """Codes, of which a lane stores eight in every second row, and the scales of the block, a word."""
-        start, step, inside = self.place_of_codes(copies, piece)
-        upper = Boolean(cute.arch.lane_idx() % 2 == 1)
+    def stage_codes(self, numbers, kept, rows, encodes, packed, drawn, quad: int):
+        """Codes of four rows to the warp's memory: two words a lane, two rows of four columns a word."""
         signed = Uint32(0)
-        for i in range(COLUMNS):  # NaN's code is 7
+        for i, place in enumerate((0, 2, 1, 3)):  # NaN's code is 7
             is_nan = packed & Uint32(0xFF << 8 * i) == Uint32(0x7F << 8 * i)
-            signed = signed | chosen(is_nan, Uint32(0), Uint32(0x80008 << 4 * i))
-        for first in range(0, BLOCK, 2):
-            rows = words[first : first + 2]
-            found = [numbers.codes(row, encodes, self.column_bytes(random, first + i)) for i, row in enumerate(rows)]
-            signs = [permuted(*row, 0xFBD9) for row in rows]
-            mine = permuted(*found, 0x6420) & Uint32(0x77777777)
-            even, odds = (halves_of(*signs, up) for up in (False, True))
-            mine = mine | (even & Uint32(0x0F0F0F0F) | odds & Uint32(0xF0F0F0F0)) & signed
-            got = exchanged(chosen(upper, mine, mine >> 16), 1)
-            result = picked(mine, got, chosen(upper, Uint32(0x3254), Uint32(0x5410)))
-            store_global(start + first * step, 0, inside, [result])
-            if first % 4:
-                start += Int64(zero_after(copies.scale.shape[1], result))
-        place, _ = address(copies.scale, piece.padded // BLOCK, piece.column)
-        store_global(place, 0, inside, [packed])
+            signed = signed | chosen(is_nan, Uint32(0), Uint32(8 << 8 * place))
+        found = [numbers.codes(row, encodes, each, signed) for row, each in zip(rows, drawn, strict=True)]
+        pairs = [halves_of(*found[i : i + 2], True) for i in (0, 2)]
+        store_shared(kept + 8 * cute.arch.lane_idx(), 16 + quad // 4 * QUAD_BYTES, pairs)
+        return [pairs]
+
+    def store_stored(self, kept, packed, copies: Copies, piece: Piece):
+        """The codes there, of which a lane takes eight bytes of each of four rows, and the scales, a word a lane."""
+        lane = cute.arch.lane_idx()
+        quad, columns = lane // ACROSS, lane % ACROSS
+        cute.arch.sync_warp()
+        place = kept + quad * QUAD_BYTES + columns * 32
+        found = [load_shared(place, 16 + 16 * i, 4) for i in range(2)]
+        start, step = address(copies.data, piece.padded + 4 * quad, piece.column // 2 + 8 * columns)
+        inside = piece.column + BLOCK * columns < copies.scale.shape[1]
+        for r in range(4):
+            i, upper = divmod(r, 2)
+            result = [halves_of(four[i], four[2 + i], upper == 1) for four in found]
+            store_global(start + Int64(Int32(step)) * r, 0, inside, result)
+        column = piece.column + COLUMNS * lane
+        place, _ = address(copies.scale, piece.padded // BLOCK, column)
+        store_global(place, 0, column < copies.scale.shape[1], [packed])
+
+
+def bytes_of(blocks, stream: int, state):
+    """`nvfp4_scales.random_words` of a state in global memory."""
+    return random_words(blocks, stream, (state[0], state[1]))
+
+
+def column_bytes(random, quad: int, zero):
+    """Of each of four rows, random bytes of its columns, two a word, in bits 0 and 16; or None."""
+    if random is None:
+        return [[None] * (COLUMNS // 2)] * 4
+    words, rows = [column[quad] ^ zero for column in random], []
+    for upper in (0x5140, 0x7362):
+        both = [permuted(*words[i : i + 2], upper) for i in range(0, COLUMNS, 2)]
+        rows += [[permuted(one, Uint32(0), place) for one in both] for place in (0x4140, 0x4342)]
+    return rows
 
 
 class Restore:
@@ -553,10 +583,10 @@ def build_rows(options):
 
 
 def warps_of(options) -> int:
-    """As many as leave each thread the registers that it needs."""
-    if options.stochastic:
-        return 14 if options.rowwise and options.columnwise and not options.rotates else 16
-    return 24 if options.square else 20
+    """As many as leave each thread the registers that it needs, and pieces room."""
+    if options.square:
+        return 24
+    return 16
 
 
 def build_restore(options):

@@ -106,7 +106,7 @@ def _pair(word, encode, random, shifts, step: str, rest: str, more, loc, ip):
     operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in encode]
     operands += [Uint32(x).ir_value(loc=loc, ip=ip) for x in (*more, *(random or ()))]
     place = 22 if random is None else 14
-    slope, start = (_hex(base + offset) for base, offset in zip((2**place, 1.5 * 2**place), _OFFSETS, strict=True))
+    slope, start = (fp32(base + offset) for base, offset in zip((2**place, 1.5 * 2**place), _OFFSETS, strict=True))
     magic = _MAGIC.format(slope=slope, start=start)
     text = f"{{ {_REGISTERS}"
     for i in range(2):
@@ -120,7 +120,8 @@ def _pair(word, encode, random, shifts, step: str, rest: str, more, loc, ip):
     return Uint32(_asm(T.i32(), operands, f"{text} {rest} }}", constraints, loc, ip))
 
 
-def _hex(value: float) -> str:
+def fp32(value: float) -> str:
+    """An FP32 constant in PTX."""
     return "0f" + struct.pack(">f", value).hex()
 
 

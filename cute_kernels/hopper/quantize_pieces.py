@@ -114,15 +114,20 @@ class Pieces:
         one = cute.slice_(self.layout(), (None, None, 0))
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), ragged(x), one, (SPAN, self.rows))
 
-    def storage(self):
-        """kept: four words that a warp may keep."""
-        warps, count = self.warps, self.stages * self.warps
+    def target(self, out: cute.Tensor):
+        """(TMA atom, the coordinates it writes) of a matrix whose pieces leave from where they were asked for to."""
+        one = cute.slice_(self.layout(), (None, None, 0))
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), ragged(out), one, (SPAN, self.rows))
+
+    def storage(self, words: int = 4):
+        """kept: so many words that a warp may keep, a multiple of four."""
+        count, room = self.stages * self.warps, words * self.warps
 
         @cute.struct
         class Storage:
             filled: cute.struct.MemRange[Int64, count]
             notes: cute.struct.Align[cute.struct.MemRange[Int32, 4 * count], 16]
-            kept: cute.struct.Align[cute.struct.MemRange[Int32, 4 * warps], 16]
+            kept: cute.struct.Align[cute.struct.MemRange[Int32, room], 16]
             x: cute.struct.Align[cute.struct.MemRange[BFloat16, count * SPAN * self.rows], 1024]
 
         return Storage
@@ -179,6 +184,19 @@ class Pieces:
             block, span = block + 1, span - way.across
         return Next(block, span, group, shift, last, stop)
 
+    @cute.jit
+    def send(self, memory, atom, tensor, slot, piece: Piece):
+        """A whole warp has written a piece to a place, which leaves for `piece`, but for rows past the group's end."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        view = cute.domain_offset((piece.column, 0), tokens_of(tensor, piece.row, piece.left))
+        x = memory.x.get_tensor(self.layout())
+        tile = cute.local_tile(view, (SPAN, self.rows), (0, 0))
+        origin, target = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(x, 0, 2), cute.group_modes(tile, 0, 2)
+        )
+        cute.copy(atom, origin[None, slot], target)
+
     def note(self, memory, slot):
         return Int32(memory.notes.data_ptr().toint() + slot * 16)
 
@@ -186,6 +204,10 @@ class Pieces:
         """A piece once it is there: (where it lies, its group, the address of its values)."""
         cute.arch.mbarrier_wait(memory.filled.data_ptr() + slot, phase)
         cute.arch.sync_warp()
+        return self.facts(memory, slot)
+
+    def facts(self, memory, slot):
+        """The same of a piece that is there."""
         row, facts, top, column = (Int32(word) for word in load_shared(self.note(memory, slot), 0, 4))
         place = memory.x.data_ptr().toint() + slot * (2 * SPAN * self.rows)
         return Piece(row, facts & 63, top, column), facts >> 6, Int32(place)
