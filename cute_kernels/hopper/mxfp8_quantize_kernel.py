@@ -35,6 +35,7 @@ import cutlass.memory
 from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+from cutlass.cutlass_dsl import select_
 
 from cute_kernels.hopper.epilogues.eights import load_global, load_shared, permuted, share, store_global
 from cute_kernels.hopper.fp8_scales import FOURS, MAGNITUDES, exchanged, halves_of
@@ -42,7 +43,7 @@ from cute_kernels.hopper.mxfp8_packed import APART, rounded_pair, scale_pair, sc
 from cute_kernels.hopper.mxfp8_quantize_configs import RESTORE_WARPS, warps_of
 from cute_kernels.hopper.mxfp8_scales import BLOCK, decode_factor, values_of
 from cute_kernels.hopper.nvfp4_scales import larger_halves
-from cute_kernels.hopper.quantize_pieces import SPAN, Piece, Pieces, address, find
+from cute_kernels.hopper.quantize_pieces import NO_GROUPS, SPAN, Groups, Piece, Pieces, address, among, part_of
 from cute_kernels.hopper.rowwise_kernel import row_matrix, vector_of
 
 COLUMNS = 8
@@ -53,6 +54,9 @@ ACROSS = SPAN // COLUMNS
 DOWN = 32 // ACROSS
 ROWS = BLOCK // DOWN
 """Of a thread, every second."""
+RESTORED_ROWS = BLOCK // 2
+LOADED = 2 * RESTORED_ROWS + 2
+"""Words of a thread for a piece to restore: a value a byte, and scales."""
 
 
 class Copies(NamedTuple):
@@ -62,17 +66,6 @@ class Copies(NamedTuple):
     columns: Any
     data: Any
     scale: Any
-
-
-@cute.jit
-def piece_of(index, spans, offsets, padded):
-    """Piece `index` of those to restore: columns first, then rows of groups."""
-    block = index // spans
-    top = block * BLOCK
-    group = find(padded, top)
-    row = offsets[group] + top - padded[group]
-    column = ((index - block * spans) * 32 + cute.arch.lane_idx()) * COLUMNS
-    return Piece(row, cutlass.min(offsets[group + 1] - row, BLOCK), top, column)
 
 
 def larger_of(words):
@@ -256,23 +249,37 @@ class Restore:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         spans = (out.shape[1] + 32 * COLUMNS - 1) // (32 * COLUMNS)
-        pieces = padded[padded.shape[0] - 1] // BLOCK * spans
-        for index in cutlass.range(cta * RESTORE_WARPS + warp, pieces, ctas * RESTORE_WARPS, unroll=1):
-            piece = piece_of(index, spans, offsets, padded)
-            if piece.left > 0:
-                self.piece(data, scale, piece, out)
+        pieces = padded[padded.shape[0] - 1] // RESTORED_ROWS * spans
+        first, step = warp * ctas + cta, ctas * RESTORE_WARPS
+        words, groups = cute.make_rmem_tensor((LOADED,), Uint32), Groups(*map(Int32, NO_GROUPS))
+        groups, piece = self.load(data, scale, first, pieces, spans, groups, offsets, padded, words)
+        for index in cutlass.range(first, pieces, step, unroll=1):
+            mine, this = [words[i] for i in range(LOADED)], piece
+            groups, piece = self.load(data, scale, index + step, pieces, spans, groups, offsets, padded, words)
+            self.store(mine, this, out)
 
-    def piece(self, data: cute.Tensor, scale: cute.Tensor, piece: Piece, out: cute.Tensor):
-        inside = piece.column < out.shape[1]
-        start, step = address(data, piece.padded, piece.column)
-        words = [load_global(start + r * step, 0, inside & (r < piece.left), 2) for r in range(BLOCK)]
-        place, _ = address(scale, piece.padded // BLOCK, piece.column)
-        packed = load_global(place, 0, inside, 2)
+    def load(self, data, scale, index, pieces, spans, groups, offsets, padded, words):
+        """(groups, a piece): a lane's values of it, two words a row, and their scales, two words; none past the last."""
+        number = cutlass.min(index, pieces - 1)
+        block = number // spans
+        top, column = block * RESTORED_ROWS, ((number - block * spans) * 32 + cute.arch.lane_idx()) * COLUMNS
+        groups, knows = among(groups, top, offsets, padded)
+        row, left = part_of(groups, knows, top, RESTORED_ROWS)
+        left = Int32(select_((column < data.shape[1]) & (index < pieces), left, Int32(0)))
+        start, step = address(data, top, column)
+        for r in range(RESTORED_ROWS):
+            words[2 * r], words[2 * r + 1] = load_global(start + r * step, 0, r < left, 2)
+        place, _ = address(scale, top // BLOCK, column)
+        words[LOADED - 2], words[LOADED - 1] = load_global(place, 0, left > 0, 2)
+        return groups, Piece(row, left, top, column)
+
+    def store(self, words, piece: Piece, out: cute.Tensor):
+        packed = words[LOADED - 2 :]
         decode = [decode_factor(Int32(packed[i // 4] >> (8 * (i % 4)) & Uint32(0xFF))) for i in range(COLUMNS)]
         target, step = address(out, piece.row, piece.column)
-        for r in range(BLOCK):
-            values = [values_of(words[r][i // 2], i % 2 == 1, decode[2 * i : 2 * i + 2]) for i in range(4)]
-            store_global(target + r * step, 0, inside & (r < piece.left), values)
+        for r in range(RESTORED_ROWS):
+            values = [values_of(words[2 * r + i // 2], i % 2 == 1, decode[2 * i : 2 * i + 2]) for i in range(4)]
+            store_global(target + r * step, 0, r < piece.left, values)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

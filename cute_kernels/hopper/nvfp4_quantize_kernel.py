@@ -74,7 +74,7 @@ from cute_kernels.hopper.quantize_pieces import COLUMNS, SPAN, Piece, Pieces, Wo
 from cute_kernels.hopper.rowwise_kernel import row_matrix, vector_of
 
 AMAX_WARPS, RESTORE_WARPS = 24, 20
-AHEAD = 2
+AHEAD = 5
 """Pieces of a warp on their way to shared memory while it works at one, or that one and another."""
 BLOCK = 16
 BLOCKS, ACROSS = 4, SPAN // BLOCK
@@ -116,6 +116,13 @@ def over_block(words):
 def halves(largest):
     """The FP32 bits of both halves of a word of maxima."""
     return bf16_bits(largest & Uint32(0xFFFF)), bf16_bits(largest >> 16)
+
+
+def factors_of(amax: cute.Tensor | None, column_amax: cute.Tensor | None, group):
+    """`tensor_factors` of a group, of rows and of columns, four words; of what is not wanted zeros."""
+    zeros = Float32(0.0), Float32(0.0)
+    each = [zeros if one is None else tensor_factors(one[group]) for one in (amax, column_amax)]
+    return [Float32(factor).bitcast(Uint32) for both in each for factor in both]
 
 
 def limited(piece: Piece, out: cute.Tensor):
@@ -212,8 +219,8 @@ class QuantizeRows:
         self.warps = warps_of(options)
         self.sends = options.rowwise and not options.square
         """Whether rows leave from where they were asked for to: a place is free one piece later."""
-        self.pieces = Pieces(BLOCK, self.warps, AHEAD + self.sends, scattered=not options.square)
-        self.kept = 4 + options.stored * STAGED_BYTES // 4
+        self.pieces = Pieces(BLOCK, self.warps, AHEAD + self.sends, scattered=not options.square, factors=True)
+        self.kept = options.stored * STAGED_BYTES // 4
 
     @cute.jit
     def __call__(
@@ -258,35 +265,34 @@ class QuantizeRows:
             cpasync.prefetch_descriptor(atom)
         kept = Int32(memory.kept.data_ptr().toint() + warp * (4 * self.kept))
         stages, first = const_expr(self.pieces.stages), warp * self.pieces.stages
-        known, turn, phase = Int32(-1), Int32(0), Int32(0)
+        turn, phase = Int32(0), Int32(0)
+        asked = offsets, padded, functools.partial(factors_of, amax, column_amax)
         way, there = self.pieces.start(memory, warp, tensor.shape[0], padded)
         for stage in cutlass.range(AHEAD, unroll=1):
             if way.first + stage * way.step < way.end:
-                there = self.pieces.ask(memory, atom, tensor, first + stage, there, way, offsets, padded)
+                there = self.pieces.ask(memory, atom, tensor, first + stage, there, way, *asked)
         for index in cutlass.range(way.first, way.end, way.step, unroll=1):
             slot, free = first + turn, first + turn
             if const_expr(self.sends):
                 free = first + Int32(select_(turn == 0, Int32(stages - 1), turn - 1))
-            piece, group, place = self.pieces.there(memory, slot, phase)
+            piece, _, place = self.pieces.there(memory, slot, phase)
+            note = self.pieces.note(memory, slot)
             turn += 1
             if turn == stages:
                 turn, phase = Int32(0), phase ^ 1
-            if group != known:
-                known = group
-                self.keep_factors(kept, amax, column_amax, group)
-            encode = self.factors(kept, True)[0]
+            encode = self.factors(note, True)[0]
             if (piece.left > 0) | (encode != encode):  # NaN makes more than zeros of a group's padding
                 if const_expr(self.square):
                     mine = piece._replace(column=piece.column + COLUMNS * cute.arch.lane_idx())
                     words = Words(place + 2 * COLUMNS * cute.arch.lane_idx(), BLOCK)
-                    self.store_square(words, self.factors(kept, False), Copies(*copies).rows, mine)
+                    self.store_square(words, self.factors(note, False), Copies(*copies).rows, mine)
                 else:
                     if const_expr(column_amax is not None):
-                        self.columns(kept, place, Copies(*copies), piece, state, lines)
+                        self.columns(note, kept, place, Copies(*copies), piece, state, lines)
                     if const_expr(self.sends):
                         cute.arch.sync_warp()
                         piece, _, place = self.pieces.facts(memory, slot)
-                        self.rows(kept, place, tensor.shape[0], piece, state)
+                        self.rows(note, place, tensor.shape[0], piece, state)
                         self.pieces.send(memory, sink, sunk, slot, piece)
             else:
                 self.store_zeros(kept, Copies(*copies), piece)
@@ -295,23 +301,13 @@ class QuantizeRows:
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
             cute.arch.sync_warp()
             if index + AHEAD * way.step < way.end:
-                there = self.pieces.ask(memory, atom, tensor, free, there, way, offsets, padded)
+                there = self.pieces.ask(memory, atom, tensor, free, there, way, *asked)
         if const_expr(self.sends):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    @cute.jit
-    def keep_factors(self, kept, amax, column_amax, group):
-        """Leaves a group's `tensor_factors`, of rows and of columns, where the warp keeps them: they are divisions."""
-        found = []
-        for one in (amax, column_amax):
-            both = (Float32(0.0), Float32(0.0)) if const_expr(one is None) else tensor_factors(one[group])
-            found += [Float32(factor).bitcast(Uint32) for factor in both]
-        if cute.arch.lane_idx() == 0:
-            store_shared(kept, 0, found)
-        cute.arch.sync_warp()
-
-    def factors(self, kept, columns: bool):
-        encode, inverse = (word.bitcast(Float32) for word in load_shared(kept, 8 * columns, 2))
+    def factors(self, note, columns: bool):
+        """`tensor_factors` of a piece's group, of rows or of columns."""
+        encode, inverse = (word.bitcast(Float32) for word in load_shared(note, 16 + 8 * columns, 2))
         return encode, inverse
 
     def store_zeros(self, kept, copies: Copies, piece: Piece):
@@ -321,7 +317,7 @@ class QuantizeRows:
         if copies.data is not None:
             lane = cute.arch.lane_idx()
             for quad in range(0, BLOCK, 4):
-                store_shared(kept + 8 * lane, 16 + quad // 4 * QUAD_BYTES, [Uint32(0)] * 2)
+                store_shared(kept + 8 * lane, quad // 4 * QUAD_BYTES, [Uint32(0)] * 2)
             self.store_stored(kept, Uint32(0), copies, piece)
 
     def store_square(self, words, factors, out: cute.Tensor, piece: Piece):
@@ -334,7 +330,7 @@ class QuantizeRows:
             store_global(start + r * step, 0, r < limit, [values(word, (encode, encode), decode) for word in row])
 
     @cute.jit
-    def rows(self, kept, place, width, piece: Piece, state: cute.Tensor | None):
+    def rows(self, note, place, width, piece: Piece, state: cute.Tensor | None):
         """q·S in blocks of 1x16, in place. A thread has four blocks, of rows four apart, one below the other.
 
         Of eight lanes four begin with the other half of a block, so that no bank is met twice.
@@ -354,7 +350,7 @@ class QuantizeRows:
             turned = Boolean(lane & 4 != 0)
             random = [[chosen(turned, one[i ^ 2], one[i]) for i in range(4)] for one in random]
             largest = [one ^ zero_after(width, random[-1][-1]) for one in largest]
-        encode, inverse = self.factors(kept, False)
+        encode, inverse = self.factors(note, False)
         plain = usual(inverse)
         if plain:
             scales = [Usual.scales(one, encode, inverse, False, self.stochastic) for one in largest]
@@ -379,31 +375,31 @@ class QuantizeRows:
                 store_shared(there, i * ROWS_BYTES, result[4 * half : 4 * half + 4])
 
     @cute.jit
-    def columns(self, kept, place, copies: Copies, piece: Piece, state: cute.Tensor | None, lines):
+    def columns(self, note, kept, place, copies: Copies, piece: Piece, state: cute.Tensor | None, lines):
         """q·S in blocks of 16x1, or codes and scales, in padded rows. lines: padded rows of the matrix.
 
         A thread has 4 columns of all 16 rows.
         """
         words = Words(place + 2 * COLUMNS * cute.arch.lane_idx(), BLOCK)
         done = Boolean(False)
-        plain = usual(self.factors(kept, True)[1])
+        plain = usual(self.factors(note, True)[1])
         if plain:
-            mine, random, scales = self.scales_down(Usual, kept, words, piece, state, lines)
+            mine, random, scales = self.scales_down(Usual, note, words, piece, state, lines)
             done = Boolean(cute.arch.vote_all_sync(scales[0][3] & scales[1][3]))
             if done:
                 self.write_columns(Usual, kept, mine, scales, random, copies, piece, lines)
         if not done:
-            mine, random, scales = self.scales_down(Unusual, kept, words, piece, state, lines)
+            mine, random, scales = self.scales_down(Unusual, note, words, piece, state, lines)
             self.write_columns(Unusual, kept, mine, scales, random, copies, piece, lines)
 
-    def scales_down(self, numbers, kept, words, piece: Piece, state, lines):
+    def scales_down(self, numbers, note, words, piece: Piece, state, lines):
         """(what lies in columns, their random bytes or None, the scales of two pairs of them)."""
         words = words[:]
         if self.rotates:
             pairs = [numbers.rotated(pair) for pair in zip(*words, strict=True)]
             words = [list(row) for row in zip(*pairs, strict=True)]
         largest, random = column_maxima(words), None
-        encode, inverse = self.factors(kept, True)
+        encode, inverse = self.factors(note, True)
         if state is not None:
             column = piece.column + COLUMNS * cute.arch.lane_idx() + Int32(zero_after(lines, largest[0]))
             blocks = [Int64(column + i) * (lines // BLOCK) + piece.padded // BLOCK for i in range(COLUMNS)]
@@ -444,7 +440,7 @@ class QuantizeRows:
             signed = signed | chosen(is_nan, Uint32(0), Uint32(8 << 8 * place))
         found = [numbers.codes(row, encodes, each, signed) for row, each in zip(rows, drawn, strict=True)]
         pairs = [halves_of(*found[i : i + 2], True) for i in (0, 2)]
-        store_shared(kept + 8 * cute.arch.lane_idx(), 16 + quad // 4 * QUAD_BYTES, pairs)
+        store_shared(kept + 8 * cute.arch.lane_idx(), quad // 4 * QUAD_BYTES, pairs)
         return [pairs]
 
     def store_stored(self, kept, packed, copies: Copies, piece: Piece):
@@ -453,7 +449,7 @@ class QuantizeRows:
         quad, columns = lane // ACROSS, lane % ACROSS
         cute.arch.sync_warp()
         place = kept + quad * QUAD_BYTES + columns * 32
-        found = [load_shared(place, 16 + 16 * i, 4) for i in range(2)]
+        found = [load_shared(place, 16 * i, 4) for i in range(2)]
         start, step = address(copies.data, piece.padded + 4 * quad, piece.column // 2 + 8 * columns)
         inside = piece.column + BLOCK * columns < copies.scale.shape[1]
         for r in range(4):
@@ -586,7 +582,7 @@ def warps_of(options) -> int:
     """As many as leave each thread the registers that it needs, and pieces room."""
     if options.square:
         return 24
-    return 16
+    return 8
 
 
 def build_restore(options):

@@ -46,17 +46,27 @@ class Way(NamedTuple):
     across: Any
 
 
-class Next(NamedTuple):
-    """The piece to ask for: its block of rows, its span of columns. A group at or above it: its number, how far its
-    rows lie from its padded rows, where both end.
+class Groups(NamedTuple):
+    """32 groups, of which each lane of a warp knows one. first: the number of lane 0's. shift: how far the lane's
+    group's rows lie from its padded rows. last, stop: where both end; beyond the last group, where that ends.
     """
 
-    block: Any
-    span: Any
-    group: Any
+    first: Any
     shift: Any
     last: Any
     stop: Any
+
+
+NO_GROUPS = -1, 0, 0, 0
+"""`Groups` before any is known: all are passed."""
+
+
+class Next(NamedTuple):
+    """The piece to ask for: its block of rows, its span of columns; groups that it may be of."""
+
+    block: Any
+    span: Any
+    groups: Groups
 
 
 def address(matrix: cute.Tensor, row, column):
@@ -80,6 +90,23 @@ def find(padded: cute.Tensor, row):
     return low
 
 
+@cute.jit
+def among(groups: Groups, top, offsets: cute.Tensor, padded: cute.Tensor):
+    """(groups that a padded row is among, others if it is beyond these; the lane that knows its group)."""
+    lane, passed = cute.arch.lane_idx(), cute.arch.popc(cute.arch.vote_ballot_sync(groups.stop <= top))
+    if passed == 32:
+        passed, first = Int32(0), find(padded, top)
+        low, high = (cutlass.min(first + lane + more, padded.shape[0] - 1) for more in (0, 1))
+        groups = Groups(first, offsets[low] - padded[low], offsets[high], padded[high])
+    return groups, passed
+
+
+def part_of(groups: Groups, knows, top, rows: int):
+    """(the row of the matrix, how many of `rows` rows its group has from there) of a padded row, of one lane's group."""
+    shift, last = (cute.arch.shuffle_sync(x, offset=knows) for x in (groups.shift, groups.last))
+    return top + shift, cutlass.max(cutlass.min(last - top - shift, rows), 0)
+
+
 class Words:
     """A thread's values of a piece, words [row][pair of columns], read from shared memory whenever asked for."""
 
@@ -101,8 +128,9 @@ class Words:
 class Pieces:
     """Of `rows` rows, `stages` places for each of so many warps."""
 
-    def __init__(self, rows: int, warps: int, stages: int, scattered: bool = False):
-        self.rows, self.warps, self.stages, self.scattered = rows, warps, stages, scattered
+    def __init__(self, rows: int, warps: int, stages: int, scattered: bool = False, factors: bool = False):
+        self.rows, self.warps, self.stages, self.scattered, self.factors = rows, warps, stages, scattered, factors
+        self.note_bytes = 32 if factors else 16
 
     def layout(self):
         """(column, row, place)."""
@@ -119,14 +147,15 @@ class Pieces:
         one = cute.slice_(self.layout(), (None, None, 0))
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), ragged(out), one, (SPAN, self.rows))
 
-    def storage(self, words: int = 4):
+    def storage(self, words: int = 0):
         """kept: so many words that a warp may keep, a multiple of four."""
-        count, room = self.stages * self.warps, words * self.warps
+        count, room, lanes = self.stages * self.warps, words * self.warps, 128 * self.warps * self.factors
 
         @cute.struct
         class Storage:
             filled: cute.struct.MemRange[Int64, count]
-            notes: cute.struct.Align[cute.struct.MemRange[Int32, 4 * count], 16]
+            notes: cute.struct.Align[cute.struct.MemRange[Int32, self.note_bytes // 4 * count], 16]
+            known: cute.struct.Align[cute.struct.MemRange[Int32, lanes], 16]
             kept: cute.struct.Align[cute.struct.MemRange[Int32, room], 16]
             x: cute.struct.Align[cute.struct.MemRange[BFloat16, count * SPAN * self.rows], 1024]
 
@@ -145,7 +174,7 @@ class Pieces:
         across = (width + SPAN - 1) // SPAN
         pieces = padded[padded.shape[0] - 1] // self.rows * across
         if const_expr(self.scattered):
-            first, end, step = cta * self.warps + warp, pieces, ctas * self.warps
+            first, end, step = warp * ctas + cta, pieces, ctas * self.warps
         else:
             each = pieces // ctas
             more = pieces - each * ctas
@@ -154,21 +183,39 @@ class Pieces:
             first += warp
             step = Int32(self.warps)
         way = Way(first, end, step, step // across, step % across, across)
-        return way, Next(first // across, first % across, Int32(0), Int32(0), Int32(0), Int32(0))
+        return way, Next(first // across, first % across, Groups(*map(Int32, NO_GROUPS)))
 
     @cute.jit
-    def ask(self, memory, atom, tensor, slot, there: Next, way: Way, offsets: cute.Tensor, padded: cute.Tensor):
-        """A whole warp starts to load the piece `there` to a place that none of it reads any more; the next one."""
-        block, span, group, shift, last, stop = there
-        top = block * self.rows
-        if top >= stop:
-            group = find(padded, top)
-            first = offsets[group]
-            shift, last, stop = first - padded[group], offsets[group + 1], padded[group + 1]
-        row, column = top + shift, span * SPAN
-        left = cutlass.max(cutlass.min(last - row, self.rows), 0)
+    def ask(
+        self,
+        memory,
+        atom,
+        tensor,
+        slot,
+        there: Next,
+        way: Way,
+        offsets: cute.Tensor,
+        padded: cute.Tensor,
+        factors_of=None,
+    ):
+        """A whole warp starts to load the piece `there` to a place that none of it reads any more; the next one.
+
+        factors_of: four words of each group, by its number; those of the piece's are noted with it.
+        """
+        block, span, before = there
+        top, column = block * self.rows, span * SPAN
+        groups, knows = among(before, top, offsets, padded)
+        row, left = part_of(groups, knows, top, self.rows)
+        if const_expr(self.factors):
+            if groups.first != before.first:
+                mine = cutlass.min(groups.first + cute.arch.lane_idx(), padded.shape[0] - 2)
+                store_shared(self.known(memory, slot) + cute.arch.lane_idx() * 16, 0, factors_of(mine))
+                cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            store_shared(self.note(memory, slot), 0, [Uint32(x) for x in (row, group * 64 + left, top, column)])
+            facts = row, (groups.first + knows) * 64 + left, top, column
+            store_shared(self.note(memory, slot), 0, [Uint32(x) for x in facts])
+            if const_expr(self.factors):
+                store_shared(self.note(memory, slot), 16, load_shared(self.known(memory, slot) + knows * 16, 0, 4))
         barrier = memory.filled.data_ptr() + slot
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * SPAN * self.rows)
@@ -182,7 +229,7 @@ class Pieces:
         block, span = block + way.blocks, span + way.spans
         if span >= way.across:
             block, span = block + 1, span - way.across
-        return Next(block, span, group, shift, last, stop)
+        return Next(block, span, groups)
 
     @cute.jit
     def send(self, memory, atom, tensor, slot, piece: Piece):
@@ -197,8 +244,13 @@ class Pieces:
         )
         cute.copy(atom, origin[None, slot], target)
 
+    def known(self, memory, slot):
+        """The address of four words of each group that the lanes of a place's warp know."""
+        return Int32(memory.known.data_ptr().toint() + slot // self.stages * 512)
+
     def note(self, memory, slot):
-        return Int32(memory.notes.data_ptr().toint() + slot * 16)
+        """The address of what is known of a place's piece; four factors from byte 16 on."""
+        return Int32(memory.notes.data_ptr().toint() + slot * self.note_bytes)
 
     def there(self, memory, slot, phase):
         """A piece once it is there: (where it lies, its group, the address of its values)."""
