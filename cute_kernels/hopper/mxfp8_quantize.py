@@ -24,7 +24,7 @@ from cute_kernels.catalog import (
     Kernel,
 )
 from cute_kernels.facts import VECTOR_BYTES, TensorFacts, facts
-from cute_kernels.hopper.mxfp8_quantize_configs import RESTORE_WARPS, QuantizeOptions, warps_of
+from cute_kernels.hopper.mxfp8_quantize_configs import RESTORE_WARPS, RESTORED_ROWS, WARPS, QuantizeOptions
 from cute_kernels.hopper.operands import (
     KEPT,
     check_offsets,
@@ -68,7 +68,7 @@ def mxfp8_quantize(
 ) -> Mxfp8Copies:
     """`mxfp8_reference.mxfp8_quantize`."""
     options = QuantizeOptions(rowwise, columnwise, stored)
-    plan = _plan(facts(x), facts(offsets), facts(padded), warps_of(options), sm_margin)
+    plan = _plan(facts(x), facts(offsets), facts(padded), sm_margin)
     if not (rowwise or columnwise or stored):
         raise ValueError(f"{SM90_MXFP8_QUANTIZE.name}: needs one of rowwise, columnwise and stored")
     (rows, width), device = x.shape, x.device
@@ -87,7 +87,7 @@ def mxfp8_quantize(
 
 
 @functools.lru_cache(KEPT)
-def _plan(x: TensorFacts, offsets: TensorFacts, padded: TensorFacts, warps: int, sm_margin: int) -> Plan:
+def _plan(x: TensorFacts, offsets: TensorFacts, padded: TensorFacts, sm_margin: int) -> Plan:
     kernel = SM90_MXFP8_QUANTIZE
     if len(x.shape) != 2:
         raise ValueError(f"{kernel.name}: x has {len(x.shape)} dimensions, needs 2: [T, K]")
@@ -95,13 +95,13 @@ def _plan(x: TensorFacts, offsets: TensorFacts, padded: TensorFacts, warps: int,
     kernel.require(dtype=dtype_name(x.dtype), K=width)
     groups = check_offsets(kernel.name, offsets, x)
     check_shape(kernel.name, "padded", padded, (groups + 1,), x, (torch.int32,))
-    lines = stored_shapes(rows, groups, width)[0][0]
-    return Plan(groups, _grid(kernel, x, lines, -(-width // SPAN), warps, sm_margin), is_readable(x))
+    pieces = stored_shapes(rows, groups, width)[0][0] // BLOCK * -(-width // SPAN)
+    return Plan(groups, _grid(kernel, x, pieces, WARPS, sm_margin), is_readable(x))
 
 
-def _grid(kernel: Kernel, x: TensorFacts, lines: int, spans: int, warps: int, sm_margin: int) -> int:
-    """CTAs of so many warps for that many rows and spans of columns: at least a piece for each warp."""
-    return min(multiprocessors(kernel, x.device, sm_margin), -(-(lines // BLOCK * spans) // warps))
+def _grid(kernel: Kernel, x: TensorFacts, pieces: int, warps: int, sm_margin: int) -> int:
+    """CTAs of so many warps: at least a piece for each warp."""
+    return min(multiprocessors(kernel, x.device, sm_margin), -(-pieces // warps))
 
 
 def mxfp8_dequantize(
@@ -137,7 +137,8 @@ def _restore_grid(
         check_shape(kernel.name, name, t, shape, data, (dtype,))
         if not t.is_contiguous() or not t.aligned:
             raise ValueError(f"{kernel.name}: {name} needs to be contiguous from a multiple of {VECTOR_BYTES} bytes on")
-    return _grid(kernel, data, data.shape[0], -(-width // RESTORED_SPAN), RESTORE_WARPS, sm_margin)
+    pieces = data.shape[0] // RESTORED_ROWS * -(-width // RESTORED_SPAN)
+    return _grid(kernel, data, pieces, RESTORE_WARPS, sm_margin)
 
 
 def mxfp8_quantize_weight(
@@ -147,7 +148,7 @@ def mxfp8_quantize_weight(
     first, stacked = weights[0], weights[0].dim() == 3
     shape = first.shape if stacked else (len(weights), *first.shape)
     options = QuantizeOptions(True, columnwise and not square, False, square)
-    grid = _weight_grid(tuple(map(facts, weights)), warps_of(options), sm_margin)
+    grid = _weight_grid(tuple(map(facts, weights)), sm_margin)
     rows = torch.empty(shape, dtype=first.dtype, device=first.device)
     columns = torch.empty_like(rows) if options.columnwise else None
     kernel = launch.kernel(MODULE, options, ARCH)
@@ -161,7 +162,7 @@ def mxfp8_quantize_weight(
 
 
 @functools.lru_cache(KEPT)
-def _weight_grid(weights: tuple[TensorFacts, ...], warps: int, sm_margin: int) -> int:
+def _weight_grid(weights: tuple[TensorFacts, ...], sm_margin: int) -> int:
     kernel = SM90_MXFP8_QUANTIZE_WEIGHT
     rows, columns = check_plain_weights(kernel, weights)
-    return _grid(kernel, weights[0], rows, -(-columns // SPAN), warps, sm_margin)
+    return _grid(kernel, weights[0], rows // BLOCK * -(-columns // SPAN), WARPS, sm_margin)

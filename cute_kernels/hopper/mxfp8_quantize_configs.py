@@ -1,10 +1,12 @@
-"""How many warps a CTA of each of MXFP8's kernels that quantise and restore has. Plain Python; no CUTLASS, no GPU."""
+"""Warps of a CTA of MXFP8's kernels that quantise and restore, rows of a piece. Plain Python; no CUTLASS, no GPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-RESTORE_WARPS = 16
+WARPS, RESTORE_WARPS = 12, 16
+RESTORED_ROWS = 16
+"""Of a piece to restore: half a block, so that a thread has room for the next."""
 
 
 @dataclass(frozen=True)
@@ -15,10 +17,3 @@ class QuantizeOptions:
     columnwise: bool
     stored: bool
     square: bool = False
-
-
-def warps_of(options: QuantizeOptions) -> int:
-    """As many as leave each thread the registers that it needs."""
-    if options.square or (options.columnwise and options.stored):
-        return 12
-    return 14 if options.columnwise and options.rowwise else 16

@@ -7,23 +7,27 @@ Layouts and formulas: `mxfp8_reference`. K is a multiple of 32, rows of x any mu
 32 rows begins at a group's first row or a multiple of 32 below it, so it never spans two; rows past the group's end are
 not read and count as zeros.
 
-Roles: warps that have nothing in common, persistent, one CTA an SM: each takes a piece of 32 rows x 128 columns (256 to
-restore) after another. To quantise, a warp's next piece is on its way to shared memory (`quantize_pieces`) while it
-works at one in registers: 8 neighbouring columns of every second row a thread, 16 bytes to load and to store. A
-column's block is that of 2 lanes, a row's that of 4, who share the work at its scales: each forms some and they trade.
-To restore, a thread asks for 8 columns of all 32 rows at once.
+Roles: warps that have nothing in common, persistent, one CTA an SM: each takes a piece of 32 rows x 128 columns (16 x
+256 to restore) after another. To quantise, a warp's next two pieces are on their way to shared memory
+(`quantize_pieces`) while it works at one in registers: 8 neighbouring columns of every second row a thread, 16 bytes to
+load and to store. A column's block is that of 2 lanes, a row's that of 4, who share the work at its scales: each forms
+some and they trade. To restore, a thread asks for 8 columns of all rows of its next piece before it stores one.
 
-Numerics: maxima are exact, products with powers of two too, one rounding to E4M3. A piece takes 1243 instructions of a
+Numerics: maxima are exact, products with powers of two too, one rounding to E4M3. A piece takes 1300 instructions of a
 warp, rows and the stored copy wanted (2430 when a thread had 4 columns of all rows and values went through FP32).
 
 Measured on one H200 (2026-12-01, shares of what a copy of 1 GiB moves, variants in turn; dsv3, gptoss, qwen3 of
-docs/performance.md):                       rows and stored      rows and columns
-    this kernel                             0.87 0.83 0.85       0.90 0.81 0.88
-    4 columns of all rows a thread, FP32    0.85 0.80 0.83       0.89 0.80 0.87
-    pieces of 64 columns, 24 warps          0.83 0.83 0.84       0.82 0.83 0.83
-    the same, 28 warps                      0.83 0.82 0.83       0.82 0.82 0.82
-    the same, x evicted from L2 first       0.81 0.81 0.81       0.81 0.81 0.82
-    the same, a CTA's pieces neighbours     0.76 0.77 0.77       0.73 0.74 0.74
+docs/performance.md):                       rows and stored      rows and columns     restored
+    this kernel, 12 warps with two places   0.89 0.88 0.87       0.92 0.87 0.90       0.90 0.85 0.89 (16 warps)
+    16 (columns 14) with one                0.88 0.87 0.87       0.89 0.83 0.89
+    10 with two                             0.86 0.84 0.85       0.89 0.83 0.89       0.88 0.81 0.88 (10 warps)
+    8 with three                            0.89 0.89 0.87       0.89 0.84 0.88       0.89 0.83 0.88 (8 warps)
+    6 with four                             0.86 0.85 0.86       0.87 0.81 0.87       0.88 0.81 0.86 (20 warps)
+Before, in another run: groups found anew for each piece, a CTA's
+warps beside each other and one place 0.87 0.84 0.85, 0.89 0.81 0.88, restored a whole block without the next on its
+way 0.88 0.82 0.87 (as the second line 0.88 0.86 0.87, 0.90 0.82 0.89, restored 0.90 0.84 0.90). Earlier: 4 columns of
+all rows a thread, FP32, 2 % slower; pieces of 64 columns and 24 or 28 warps, 0.81 to 0.84; x evicted from L2 first 1
+to 2 % slower; a CTA's pieces neighbours 6 to 9 % slower.
 """
 
 import functools
@@ -40,7 +44,7 @@ from cutlass.cutlass_dsl import select_
 from cute_kernels.hopper.epilogues.eights import load_global, load_shared, permuted, share, store_global
 from cute_kernels.hopper.fp8_scales import FOURS, MAGNITUDES, exchanged, halves_of
 from cute_kernels.hopper.mxfp8_packed import APART, rounded_pair, scale_pair, scaled_elements
-from cute_kernels.hopper.mxfp8_quantize_configs import RESTORE_WARPS, warps_of
+from cute_kernels.hopper.mxfp8_quantize_configs import RESTORE_WARPS, RESTORED_ROWS, WARPS
 from cute_kernels.hopper.mxfp8_scales import BLOCK, decode_factor, values_of
 from cute_kernels.hopper.nvfp4_scales import larger_halves
 from cute_kernels.hopper.quantize_pieces import NO_GROUPS, SPAN, Groups, Piece, Pieces, address, among, part_of
@@ -54,7 +58,8 @@ ACROSS = SPAN // COLUMNS
 DOWN = 32 // ACROSS
 ROWS = BLOCK // DOWN
 """Of a thread, every second."""
-RESTORED_ROWS = BLOCK // 2
+STAGES = 2
+"""Pieces of a warp on their way to shared memory."""
 LOADED = 2 * RESTORED_ROWS + 2
 """Words of a thread for a piece to restore: a value a byte, and scales."""
 
@@ -181,17 +186,16 @@ class Quantize:
 class QuantizeRows(Quantize):
     """Rows of groups."""
 
-    def __init__(self, square: bool, warps: int):
+    def __init__(self, square: bool):
         super().__init__(square)
-        self.warps = warps
-        self.pieces = Pieces(BLOCK, warps, 1, scattered=True)
+        self.pieces = Pieces(BLOCK, WARPS, STAGES, scattered=True)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, offsets: cute.Tensor, padded: cute.Tensor, copies: tuple, grid: Int32, stream):
         atom, tensor = self.pieces.source(x)
         self.Storage = self.pieces.storage()
         self.kernel(atom, tensor, offsets, padded, copies).launch(
-            grid=[grid, 1, 1], block=[self.warps * 32, 1, 1], min_blocks_per_mp=1, stream=stream
+            grid=[grid, 1, 1], block=[WARPS * 32, 1, 1], min_blocks_per_mp=1, stream=stream
         )
 
     @cute.kernel
@@ -202,19 +206,23 @@ class QuantizeRows(Quantize):
         memory = cutlass.memory.SmemAllocator().allocate(self.Storage)
         if warp == 0:
             cpasync.prefetch_descriptor(atom)
-        width, phase = tensor.shape[0], Int32(0)
+        width, turn, phase = tensor.shape[0], Int32(0), Int32(0)
         way, there = self.pieces.start(memory, warp, width, padded)
-        if way.first < way.end:
-            there = self.pieces.ask(memory, atom, tensor, warp, there, way, offsets, padded)
+        for stage in cutlass.range(STAGES, unroll=1):
+            if way.first + stage * way.step < way.end:
+                there = self.pieces.ask(memory, atom, tensor, warp * STAGES + stage, there, way, offsets, padded)
         row, column = lane // ACROSS, lane % ACROSS * COLUMNS
         for index in cutlass.range(way.first, way.end, way.step, unroll=1):
-            piece, _, place = self.pieces.there(memory, warp, phase)
+            slot = warp * STAGES + turn
+            piece, _, place = self.pieces.there(memory, slot, phase)
             place += 2 * (row * SPAN + column)
             words = [load_shared(place, i * DOWN * 2 * SPAN, WORDS) for i in range(ROWS)]
-            phase ^= 1
+            turn += 1
+            if turn == STAGES:
+                turn, phase = Int32(0), phase ^ 1
             cute.arch.sync_warp()
-            if index + way.step < way.end:
-                there = self.pieces.ask(memory, atom, tensor, warp, there, way, offsets, padded)
+            if index + STAGES * way.step < way.end:
+                there = self.pieces.ask(memory, atom, tensor, slot, there, way, offsets, padded)
             wanted = Boolean(piece.left > 0)
             if const_expr(Copies(*copies).data is not None):
                 wanted = Boolean(True)  # zeros in the padding
@@ -259,7 +267,7 @@ class Restore:
             self.store(mine, this, out)
 
     def load(self, data, scale, index, pieces, spans, groups, offsets, padded, words):
-        """(groups, a piece): a lane's values of it, two words a row, and their scales, two words; none past the last."""
+        """(groups, a piece): a lane's values of it, two words a row, and their scales; none past the last piece."""
         number = cutlass.min(index, pieces - 1)
         block = number // spans
         top, column = block * RESTORED_ROWS, ((number - block * spans) * 32 + cute.arch.lane_idx()) * COLUMNS
@@ -312,7 +320,7 @@ def build_rows(options):
         *(stored(columns) if options.stored else (None, None)),
     )
     x = row_matrix(BFloat16, rows, columns)
-    return QuantizeRows(options.square, warps_of(options)), (x, *places(), copies, Int32(1), make_fake_stream())
+    return QuantizeRows(options.square), (x, *places(), copies, Int32(1), make_fake_stream())
 
 
 def build_restore(options):

@@ -2,9 +2,14 @@
 
 A piece is a block of rows of one group x 128 columns, numbered columns first. Those of a CTA are neighbours, as many as
 of any other (or one more), and its warps take them in turn; or, `scattered`, all warps of all CTAs take all of them in
-turn: what is faster (docs/performance.md). Each warp has places in shared memory of its own: it asks for a
-piece by TMA (`wgrad_operands.ragged`: rows past the group's end, and columns past the matrix's, arrive as zeros), notes
-where it lies, and asks for another once a place is free. A barrier for each place, nothing that two warps share.
+turn, neighbouring CTAs neighbouring pieces: what is faster (docs/performance.md). Each warp has places in shared memory
+of its own: it asks for a piece by TMA (`wgrad_operands.ragged`: rows past the group's end, and columns past the
+matrix's, arrive as zeros), notes where it lies, and asks for another once a place is free. A barrier for each place,
+nothing that two warps share.
+
+A warp's next piece is often of another group. So each lane knows one of 32 groups that follow each other, and the warp
+asks global memory again where these end, not for each piece; that and the four divisions of NVFP4's factors took a
+fifth of the instructions and 2 us of a piece's time.
 """
 
 from typing import Any, NamedTuple
@@ -102,7 +107,7 @@ def among(groups: Groups, top, offsets: cute.Tensor, padded: cute.Tensor):
 
 
 def part_of(groups: Groups, knows, top, rows: int):
-    """(the row of the matrix, how many of `rows` rows its group has from there) of a padded row, of one lane's group."""
+    """(the row of the matrix, how many of `rows` rows its group has from there) of a padded row of a lane's group."""
     shift, last = (cute.arch.shuffle_sync(x, offset=knows) for x in (groups.shift, groups.last))
     return top + shift, cutlass.max(cutlass.min(last - top - shift, rows), 0)
 
@@ -206,7 +211,7 @@ class Pieces:
         top, column = block * self.rows, span * SPAN
         groups, knows = among(before, top, offsets, padded)
         row, left = part_of(groups, knows, top, self.rows)
-        if const_expr(self.factors):
+        if const_expr(self.factors):  # noqa: SIM102 (traced, then run)
             if groups.first != before.first:
                 mine = cutlass.min(groups.first + cute.arch.lane_idx(), padded.shape[0] - 2)
                 store_shared(self.known(memory, slot) + cute.arch.lane_idx() * 16, 0, factors_of(mine))

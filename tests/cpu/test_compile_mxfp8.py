@@ -15,7 +15,7 @@ from cute_kernels.hopper import mxfp8_grouped_gemm, mxfp8_quantize
 from cute_kernels.hopper.configs import DACT_MXFP8, DACT_MXFP8_SUMS, Options, deepest
 from cute_kernels.hopper.mxfp8_grouped_gemm import SlotSumsOptions
 from cute_kernels.hopper.mxfp8_quantize import RestoreOptions
-from cute_kernels.hopper.mxfp8_quantize_configs import RESTORE_WARPS, QuantizeOptions, warps_of
+from cute_kernels.hopper.mxfp8_quantize_configs import RESTORE_WARPS, WARPS, QuantizeOptions
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed: nothing can be compiled")
 
@@ -94,7 +94,7 @@ def test_quantize(asked, capfd, tmp_path):
     ptx = compiled(mxfp8_quantize.MODULE, asked, capfd, tmp_path)
     restores = isinstance(asked, RestoreOptions)
     assert ("cp.async.bulk.tensor" in ptx) != restores, "pieces come by TMA"
-    assert f".reqntid {32 * (RESTORE_WARPS if restores else warps_of(asked))}, 1, 1" in ptx
+    assert f".reqntid {32 * (RESTORE_WARPS if restores else WARPS)}, 1, 1" in ptx
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -14,7 +14,7 @@ from cute_kernels.activation import Activation
 from cute_kernels.fp8_reference import padded_group_offsets
 from cute_kernels.hopper import mxfp8_quantize as host
 from cute_kernels.hopper.configs import DACT_MXFP8, DACT_MXFP8_SUMS, SMEM_BYTES, TILES, choose, deepest
-from cute_kernels.hopper.mxfp8_quantize_configs import RESTORE_WARPS, warps_of
+from cute_kernels.hopper.mxfp8_quantize_configs import RESTORE_WARPS, RESTORED_ROWS, WARPS
 from cute_kernels.quantization.quantize import Quantized, parts_of
 from fusible_ops.sharing import BOUNDED, COUNTED
 from tests.cases import SPLITS, Splits
@@ -166,13 +166,12 @@ def test_launches_have_a_piece_for_each_warp(monkeypatch: pytest.MonkeyPatch) ->
     for kind in kinds:
         host.mxfp8_quantize(x, places, places, *kind)
     assert [options for options, _ in launched] == [host.QuantizeOptions(*kind) for kind in kinds]
-    assert [grid for _, grid in launched] == [-(-pieces // warps_of(options)) for options, _ in launched]
-    assert len({grid for _, grid in launched}) == 3
+    assert [grid for _, grid in launched] == [-(-pieces // WARPS)] * len(kinds)
     launched.clear()
     for columnwise, square in itertools.product((False, True), repeat=2):
         host.mxfp8_quantize_weight([x], columnwise, square)
-    assert [grid for _, grid in launched] == [6, 8, 7, 8]
+    assert [grid for _, grid in launched] == [8] * 4
     data, scale = mxfp8_reference.mxfp8_quantize(x, places, places, False, False, True)[2:]
     host.mxfp8_dequantize(data, scale, places, places, len(x))
     host.mxfp8_quantize(x, places, places, sm_margin=130)
-    assert [grid for _, grid in launched[-2:]] == [-(-pieces // RESTORE_WARPS), 2]
+    assert [grid for _, grid in launched[-2:]] == [-(-(pieces * 32 // RESTORED_ROWS) // RESTORE_WARPS), 2]
