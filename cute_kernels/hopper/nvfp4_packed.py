@@ -17,10 +17,10 @@ integer.
 """
 
 from cutlass import Boolean, Float32, Uint32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_kernels.hopper import nvfp4_scales
+from cute_kernels.hopper.asm import asm
 from cute_kernels.hopper.epilogues.eights import permuted
 from cute_kernels.hopper.fp8_scales import bf16_bits, halves_of, widen
 from cute_kernels.hopper.nvfp4_scales import block_scale, butterfly, codes, half_of, rounded_pair, values
@@ -85,14 +85,6 @@ DRAWN_CODES = """.reg .b32 x, y;
     lop3.b32 x, y, 0x10101010, x, 0xEA; mul.lo.u32 $0, x, 0x8008;"""
 
 
-def _asm(result, operands, text: str, constraints: str, loc, ip):
-    operands = [x.ir_value(loc=loc, ip=ip) for x in operands]
-    return llvm.inline_asm(
-        result, operands, f"{{ {text} }}", constraints, has_side_effects=False, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
-
-
 @dsl_user_op
 def scales(largest, encode, inverse, drawn: bool, *, loc=None, ip=None):
     """`Usual.scales`."""
@@ -103,11 +95,9 @@ def scales(largest, encode, inverse, drawn: bool, *, loc=None, ip=None):
         Uint32(DECODES[drawn]),
         Float32(FITS / ENCODES[drawn]),
     )
-    kinds = [T.f32()] * 2 + [T.i32()] * 3
-    constraints = "=&f,=&f,=&r,=&r,=&r,r,f,f,r,f"
-    found = _asm(llvm.StructType.get_literal(kinds), operands, SCALES, constraints, loc, ip)
-    parts = [llvm.extractvalue(one, found, [i], loc=loc, ip=ip) for i, one in enumerate(kinds)]
-    return [Float32(part) for part in parts[:2]], Uint32(parts[2]), Uint32(parts[3]), Boolean(Uint32(parts[4]) != 0)
+    kinds, constraints = [Float32] * 2 + [Uint32] * 3, "=&f,=&f,=&r,=&r,=&r,r,f,f,r,f"
+    *factors, decode, byte, fits = asm(kinds, operands, f"{{ {SCALES} }}", constraints, loc, ip)
+    return factors, decode, byte, Boolean(fits != 0)
 
 
 @dsl_user_op
@@ -115,7 +105,7 @@ def asked(text: str, words, encode=(), last=(), *, loc=None, ip=None):
     """The word that some instructions make of words, two factors, and more words."""
     operands = [*map(Uint32, words), *map(Float32, encode), *map(Uint32, last)]
     constraints = ["=r", *"r" * len(words), *"f" * len(encode), *"r" * len(last)]
-    return Uint32(_asm(T.i32(), operands, text, ",".join(constraints), loc, ip))
+    return asm(Uint32, operands, f"{{ {text} }}", ",".join(constraints), loc, ip)
 
 
 class Usual:

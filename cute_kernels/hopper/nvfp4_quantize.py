@@ -25,6 +25,7 @@ from cute_kernels.catalog import (
     Kernel,
 )
 from cute_kernels.facts import VECTOR_BYTES, TensorFacts, facts, facts_or_none
+from cute_kernels.hopper.nvfp4_quantize_configs import AMAX_WARPS, RESTORE_WARPS, QuantizeOptions, warps_of
 from cute_kernels.hopper.operands import (
     KEPT,
     check_offsets,
@@ -39,8 +40,7 @@ from cute_kernels.nvfp4_reference import BLOCK, Nvfp4Copies, Nvfp4Weights, store
 
 MODULE = "cute_kernels.hopper.nvfp4_quantize_kernel"
 ARCH = SM90_NVFP4_QUANTIZE.arch
-WARPS = 24  # as the kernel has, at most; of its pieces, as `quantize_pieces`
-COLUMNS = 4
+COLUMNS = 4  # of a thread, as `quantize_pieces` has them
 RESTORED_COLUMNS = 8
 
 
@@ -49,20 +49,6 @@ class AmaxOptions:
     """rotates: also the largest magnitudes of the transpose once that is rotated."""
 
     rotates: bool
-
-
-@dataclass(frozen=True)
-class QuantizeOptions:
-    """Static facts of one compiled kernel: which results are wanted, of columnwise and stored one. square: rowwise is
-    in blocks of 16x16. rotates: what lies in columns. stochastic: how values are rounded.
-    """
-
-    rowwise: bool
-    columnwise: bool
-    stored: bool
-    rotates: bool = False
-    stochastic: bool = False
-    square: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +71,7 @@ def nvfp4_amax(
     x: Tensor, offsets: Tensor, padded: Tensor, rotated: bool, sm_margin: int = 0
 ) -> tuple[Tensor, Tensor | None]:
     """`nvfp4_reference.nvfp4_amax`."""
-    plan = _plan(SM90_NVFP4_AMAX, facts(x), facts(offsets), facts(padded), None, None, None, sm_margin)
+    plan = _plan(SM90_NVFP4_AMAX, facts(x), facts(offsets), facts(padded), None, None, None, AMAX_WARPS, sm_margin)
     amax, turned = no_maxima(plan.groups, rotated, x.device)
     if x.shape[0]:
         x = x if plan.readable else readable(x)
@@ -115,7 +101,8 @@ def nvfp4_quantize(
 ) -> Nvfp4Copies:
     """`nvfp4_reference.nvfp4_quantize`."""
     given = (facts_or_none(t) for t in (amax, column_amax, state))
-    plan = _plan(SM90_NVFP4_QUANTIZE, facts(x), facts(offsets), facts(padded), *given, sm_margin)
+    warps = warps_of(QuantizeOptions(rowwise, columnwise, stored))
+    plan = _plan(SM90_NVFP4_QUANTIZE, facts(x), facts(offsets), facts(padded), *given, warps, sm_margin)
     down = columnwise or stored
     if not (rowwise or down):
         raise ValueError(f"{SM90_NVFP4_QUANTIZE.name}: needs one of rowwise, columnwise and stored")
@@ -154,6 +141,7 @@ def _plan(
     amax: TensorFacts | None,
     column_amax: TensorFacts | None,
     state: TensorFacts | None,
+    warps: int,
     sm_margin: int,
 ) -> Plan:
     if len(x.shape) != 2:
@@ -168,13 +156,13 @@ def _plan(
     if state is not None:
         check_shape(kernel.name, "state", state, (2,), x, (torch.int64,))
     lines = stored_shapes(rows, groups, width)[0][0]
-    return Plan(groups, _grid(kernel, x, lines, width, COLUMNS, sm_margin), is_readable(x), lines)
+    return Plan(groups, _grid(kernel, x, lines, width, COLUMNS, warps, sm_margin), is_readable(x), lines)
 
 
-def _grid(kernel: Kernel, x: TensorFacts, lines: int, width: int, columns: int, sm_margin: int) -> int:
-    """CTAs for that many rows, whose threads take so many columns: at least a piece for each warp."""
+def _grid(kernel: Kernel, x: TensorFacts, lines: int, width: int, columns: int, warps: int, sm_margin: int) -> int:
+    """CTAs of so many warps for that many rows, whose threads take so many columns: at least a piece for each warp."""
     pieces = lines // BLOCK * -(-width // (32 * columns))
-    return min(multiprocessors(kernel, x.device, sm_margin), -(-pieces // WARPS))
+    return min(multiprocessors(kernel, x.device, sm_margin), -(-pieces // warps))
 
 
 def nvfp4_dequantize(data: Tensor, scale: Tensor, padded: Tensor, sm_margin: int = 0) -> Tensor:
@@ -200,7 +188,7 @@ def _restore_grid(data: TensorFacts, scale: TensorFacts, padded: TensorFacts, sm
     for name, t in (("data", data), ("scale", scale)):
         if not t.is_contiguous() or not t.aligned:
             raise ValueError(f"{kernel.name}: {name} needs to be contiguous from a multiple of {VECTOR_BYTES} bytes on")
-    return _grid(kernel, data, lines, width, RESTORED_COLUMNS, sm_margin)
+    return _grid(kernel, data, lines, width, RESTORED_COLUMNS, RESTORE_WARPS, sm_margin)
 
 
 def nvfp4_quantize_weight(
@@ -209,26 +197,28 @@ def nvfp4_quantize_weight(
     """`nvfp4_reference.nvfp4_quantize_weight`."""
     first, stacked = weights[0], weights[0].dim() == 3
     shape = first.shape if stacked else (len(weights), *first.shape)
-    grid = _weight_grid(tuple(map(facts, weights)), sm_margin)
+    options = QuantizeOptions(True, columnwise and not square, False, square=square)
+    each = tuple(map(facts, weights))
+    amax_grid, grid = (_weight_grid(each, warps, sm_margin) for warps in (AMAX_WARPS, warps_of(options)))
     device, (groups, height, _) = first.device, shape
     rows = torch.empty(shape, dtype=first.dtype, device=device)
-    columns = torch.empty_like(rows) if columnwise and not square else None
+    columns = torch.empty_like(rows) if options.columnwise else None
     amax = torch.zeros(groups, dtype=torch.float32, device=device)
     largest = launch.kernel(MODULE, AmaxOptions(False), ARCH)
-    kernel = launch.kernel(MODULE, QuantizeOptions(True, columns is not None, False, square=square), ARCH)
+    kernel = launch.kernel(MODULE, options, ARCH)
     stream, lines = launch.current_stream(device), height * (groups if stacked else 1)
     ends = torch.arange(0, lines + height, height, dtype=torch.int32, device=device)
     for i, w in enumerate(weights):
         flat, mine = w.detach().flatten(0, -2), amax if stacked else amax[i : i + 1]
         parts = (None if out is None else (out if stacked else out[i]).flatten(0, -2) for out in (rows, columns))
-        largest(flat, ends, ends, mine, None, grid, stream)
+        largest(flat, ends, ends, mine, None, amax_grid, stream)
         down = None if columns is None else mine
         kernel(flat, ends, ends, mine, down, None, (*parts, None, None), lines, grid, stream)
     return Nvfp4Weights(rows, rows if square and columnwise else columns, amax)
 
 
 @functools.lru_cache(KEPT)
-def _weight_grid(weights: tuple[TensorFacts, ...], sm_margin: int) -> int:
+def _weight_grid(weights: tuple[TensorFacts, ...], warps: int, sm_margin: int) -> int:
     kernel = SM90_NVFP4_QUANTIZE_WEIGHT
     rows, columns = check_plain_weights(kernel, weights)
-    return _grid(kernel, weights[0], rows, columns, COLUMNS, sm_margin)
+    return _grid(kernel, weights[0], rows, columns, COLUMNS, warps, sm_margin)

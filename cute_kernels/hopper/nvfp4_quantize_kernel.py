@@ -57,6 +57,7 @@ from cute_kernels.hopper.nvfp4_maxima import (
     raise_group,
 )
 from cute_kernels.hopper.nvfp4_packed import Unusual, Usual, usual
+from cute_kernels.hopper.nvfp4_quantize_configs import AMAX_WARPS, RESTORE_WARPS, ahead_of, warps_of
 from cute_kernels.hopper.nvfp4_scales import (
     QUARTER,
     block_scale,
@@ -73,9 +74,6 @@ from cute_kernels.hopper.nvfp4_scales import (
 from cute_kernels.hopper.quantize_pieces import COLUMNS, SPAN, Piece, Pieces, Words, address
 from cute_kernels.hopper.rowwise_kernel import row_matrix, vector_of
 
-AMAX_WARPS, RESTORE_WARPS = 24, 20
-AHEAD = 5
-"""Pieces of a warp on their way to shared memory while it works at one, or that one and another."""
 BLOCK = 16
 BLOCKS, ACROSS = 4, SPAN // BLOCK
 """Blocks of a thread, in a column; of a row of a piece."""
@@ -216,10 +214,10 @@ class QuantizeRows:
 
     def __init__(self, options):
         self.square, self.rotates, self.stochastic = options.square, options.rotates, options.stochastic
-        self.warps = warps_of(options)
+        self.warps, self.ahead = warps_of(options), ahead_of(options)
         self.sends = options.rowwise and not options.square
         """Whether rows leave from where they were asked for to: a place is free one piece later."""
-        self.pieces = Pieces(BLOCK, self.warps, AHEAD + self.sends, scattered=not options.square, factors=True)
+        self.pieces = Pieces(BLOCK, self.warps, self.ahead + self.sends, scattered=not options.square, factors=True)
         self.kept = options.stored * STAGED_BYTES // 4
 
     @cute.jit
@@ -268,7 +266,7 @@ class QuantizeRows:
         turn, phase = Int32(0), Int32(0)
         asked = offsets, padded, functools.partial(factors_of, amax, column_amax)
         way, there = self.pieces.start(memory, warp, tensor.shape[0], padded)
-        for stage in cutlass.range(AHEAD, unroll=1):
+        for stage in cutlass.range(self.ahead, unroll=1):
             if way.first + stage * way.step < way.end:
                 there = self.pieces.ask(memory, atom, tensor, first + stage, there, way, *asked)
         for index in cutlass.range(way.first, way.end, way.step, unroll=1):
@@ -291,7 +289,6 @@ class QuantizeRows:
                         self.columns(note, kept, place, Copies(*copies), piece, state, lines)
                     if const_expr(self.sends):
                         cute.arch.sync_warp()
-                        piece, _, place = self.pieces.facts(memory, slot)
                         self.rows(note, place, tensor.shape[0], piece, state)
                         self.pieces.send(memory, sink, sunk, slot, piece)
             else:
@@ -300,7 +297,7 @@ class QuantizeRows:
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
             cute.arch.sync_warp()
-            if index + AHEAD * way.step < way.end:
+            if index + self.ahead * way.step < way.end:
                 there = self.pieces.ask(memory, atom, tensor, free, there, way, *asked)
         if const_expr(self.sends):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -344,24 +341,23 @@ class QuantizeRows:
         done = Boolean(False)
         random = None
         if const_expr(state is not None):
-            index = Int64(piece.row + row) * (width // BLOCK) + (piece.column // BLOCK + block)
-            blocks = [index + Int64(width // BLOCK) * (BLOCKS * i) for i in range(BLOCKS)]
+            first_block = (piece.row + row) * (width // BLOCK) + piece.column // BLOCK + block
+            blocks = [first_block + BLOCKS * i * (width // BLOCK) for i in range(BLOCKS)]
             random = bytes_of(blocks, 0, state)
             turned = Boolean(lane & 4 != 0)
             random = [[chosen(turned, one[i ^ 2], one[i]) for i in range(4)] for one in random]
-            largest = [one ^ zero_after(width, random[-1][-1]) for one in largest]
         encode, inverse = self.factors(note, False)
         plain = usual(inverse)
         if plain:
             scales = [Usual.scales(one, encode, inverse, False, self.stochastic) for one in largest]
-            done = Boolean(cute.arch.vote_all_sync(functools.reduce(lambda a, b: a & b, [one[3] for one in scales])))
+            done = fit(scales)
             if done:
-                self.write_rows(Usual, words, scales, random, both, width)
+                self.write_rows(Usual, words, scales, random, both)
         if not done:
             scales = [Unusual.scales(one, encode, inverse, False, self.stochastic) for one in largest]
-            self.write_rows(Unusual, words, scales, random, both, width)
+            self.write_rows(Unusual, words, scales, random, both)
 
-    def write_rows(self, numbers, words, scales, random, places, width):
+    def write_rows(self, numbers, words, scales, random, places):
         for i, block in enumerate(words):
             encodes, decode, *_ = scales[i // 2]
             drawn, result = None, []
@@ -369,8 +365,6 @@ class QuantizeRows:
                 if random is not None:
                     drawn = permuted(random[i][j // 2], Uint32(0), 0x4342 if j % 2 else 0x4140)
                 result.append(numbers.values(word, (encodes[i % 2],) * 2, decode, drawn, i % 2))
-            if numbers is Unusual and block is not words[-1]:  # one block after the other: registers
-                words[i + 1] = [word ^ zero_after(width, result[-1]) for word in words[i + 1]]
             for half, there in enumerate(places):
                 store_shared(there, i * ROWS_BYTES, result[4 * half : 4 * half + 4])
 
@@ -385,12 +379,12 @@ class QuantizeRows:
         plain = usual(self.factors(note, True)[1])
         if plain:
             mine, random, scales = self.scales_down(Usual, note, words, piece, state, lines)
-            done = Boolean(cute.arch.vote_all_sync(scales[0][3] & scales[1][3]))
+            done = fit(scales)
             if done:
-                self.write_columns(Usual, kept, mine, scales, random, copies, piece, lines)
+                self.write_columns(Usual, kept, mine, scales, random, copies, piece)
         if not done:
             mine, random, scales = self.scales_down(Unusual, note, words, piece, state, lines)
-            self.write_columns(Unusual, kept, mine, scales, random, copies, piece, lines)
+            self.write_columns(Unusual, kept, mine, scales, random, copies, piece)
 
     def scales_down(self, numbers, note, words, piece: Piece, state, lines):
         """(what lies in columns, their random bytes or None, the scales of two pairs of them)."""
@@ -401,17 +395,16 @@ class QuantizeRows:
         largest, random = column_maxima(words), None
         encode, inverse = self.factors(note, True)
         if state is not None:
-            column = piece.column + COLUMNS * cute.arch.lane_idx() + Int32(zero_after(lines, largest[0]))
-            blocks = [Int64(column + i) * (lines // BLOCK) + piece.padded // BLOCK for i in range(COLUMNS)]
+            column = piece.column + COLUMNS * cute.arch.lane_idx()
+            blocks = [(column + i) * (lines // BLOCK) + piece.padded // BLOCK for i in range(COLUMNS)]
             random = bytes_of(blocks, 1, state)
-            largest = [one ^ zero_after(lines, random[-1][-1]) for one in largest]
         return words, random, [numbers.scales(one, encode, inverse, self.rotates, self.stochastic) for one in largest]
 
-    def write_columns(self, numbers, kept, words, scales, random, copies: Copies, piece: Piece, lines):
+    def write_columns(self, numbers, kept, words, scales, random, copies: Copies, piece: Piece):
         encodes = [one[0] for one in scales]
-        packed, zero = permuted(scales[0][2], scales[1][2], 0x5410), Uint32(0)
+        packed = permuted(scales[0][2], scales[1][2], 0x5410)
         for quad in range(0, BLOCK, 4):
-            rows, drawn = words[quad : quad + 4], column_bytes(random, quad // 4, zero)
+            rows, drawn = words[quad : quad + 4], column_bytes(random, quad // 4)
             if copies.columns is not None:
                 decodes = [one[1] for one in scales]
                 results = [
@@ -420,9 +413,7 @@ class QuantizeRows:
                 ]
                 self.store_columns(results, copies.columns, piece, quad)
             else:
-                results = self.stage_codes(numbers, kept, rows, encodes, packed, drawn, quad)
-            if random is not None:
-                zero = zero_after(lines, results[0][0])
+                self.stage_codes(numbers, kept, rows, encodes, packed, drawn, quad)
         if copies.data is not None:
             self.store_stored(kept, packed, copies, piece)
 
@@ -441,7 +432,6 @@ class QuantizeRows:
         found = [numbers.codes(row, encodes, each, signed) for row, each in zip(rows, drawn, strict=True)]
         pairs = [halves_of(*found[i : i + 2], True) for i in (0, 2)]
         store_shared(kept + 8 * cute.arch.lane_idx(), quad // 4 * QUAD_BYTES, pairs)
-        return [pairs]
 
     def store_stored(self, kept, packed, copies: Copies, piece: Piece):
         """The codes there, of which a lane takes eight bytes of each of four rows, and the scales, a word a lane."""
@@ -461,16 +451,24 @@ class QuantizeRows:
         store_global(place, 0, column < copies.scale.shape[1], [packed])
 
 
+def fit(scales):
+    """Whether `Usual` may be asked about values of a warp's blocks."""
+    mine = functools.reduce(lambda one, other: one & other, [one[3] for one in scales])
+    return Boolean(cute.arch.vote_all_sync(mine))
+
+
 def bytes_of(blocks, stream: int, state):
-    """`nvfp4_scales.random_words` of a state in global memory."""
-    return random_words(blocks, stream, (state[0], state[1]))
+    """`nvfp4_scales.random_words` of a state in global memory. blocks: numbers less than 2^32, as of any matrix that
+    memory holds; what is alike in their counters is multiplied once.
+    """
+    return random_words([Int64(Uint32(block)) for block in blocks], stream, (state[0], state[1]))
 
 
-def column_bytes(random, quad: int, zero):
+def column_bytes(random, quad: int):
     """Of each of four rows, random bytes of its columns, two a word, in bits 0 and 16; or None."""
     if random is None:
         return [[None] * (COLUMNS // 2)] * 4
-    words, rows = [column[quad] ^ zero for column in random], []
+    words, rows = [column[quad] for column in random], []
     for upper in (0x5140, 0x7362):
         both = [permuted(*words[i : i + 2], upper) for i in range(0, COLUMNS, 2)]
         rows += [[permuted(one, Uint32(0), place) for one in both] for place in (0x4140, 0x4342)]
@@ -576,13 +574,6 @@ def build_rows(options):
     amaxes = maxima(options.rowwise), maxima(options.columnwise or options.stored)
     state = vector_of(Int64, 2) if options.stochastic else None
     return QuantizeRows(options), (x, *places(), *amaxes, state, copies, Int32(1), Int32(1), make_fake_stream())
-
-
-def warps_of(options) -> int:
-    """As many as leave each thread the registers that it needs, and pieces room."""
-    if options.square:
-        return 24
-    return 8
 
 
 def build_restore(options):

@@ -9,10 +9,11 @@ import pytest
 
 from cute_kernels.activation import Activation
 from cute_kernels.hopper import grouped_wgrad, nvfp4_quantize
-from cute_kernels.hopper.configs import Options, deepest
+from cute_kernels.hopper.configs import SMEM_BYTES, Options, deepest
 from cute_kernels.hopper.grouped_wgrad import WgradOptions
 from cute_kernels.hopper.grouped_wgrad_configs import choose
-from cute_kernels.hopper.nvfp4_quantize import AmaxOptions, QuantizeOptions, RestoreOptions
+from cute_kernels.hopper.nvfp4_quantize import AmaxOptions, RestoreOptions
+from cute_kernels.hopper.nvfp4_quantize_configs import AMAX_WARPS, RESTORE_WARPS, QuantizeOptions, warps_of
 from tests.cpu.test_compile_mxfp8 import compiled
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed: nothing can be compiled")
@@ -63,6 +64,16 @@ CASES = {
 def test_quantize(asked, capfd, tmp_path):
     ptx = compiled(nvfp4_quantize.MODULE, asked, capfd, tmp_path)
     assert ("cp.async.bulk.tensor" in ptx) != isinstance(asked, RestoreOptions), "pieces come by TMA"
+    warps = {AmaxOptions: AMAX_WARPS, RestoreOptions: RESTORE_WARPS}.get(type(asked)) or warps_of(asked)
+    assert f".reqntid {32 * warps}, 1, 1" in ptx
+
+
+@pytest.mark.parametrize("asked", [asked for asked in QUANTIZE if isinstance(asked, QuantizeOptions)], ids=str)
+def test_pieces_fit_shared_memory(asked):
+    from cute_kernels.hopper.nvfp4_quantize_kernel import QuantizeRows
+
+    kernel = QuantizeRows(asked)
+    assert 64 * 1024 < kernel.pieces.storage(kernel.kept).size_in_bytes() <= SMEM_BYTES
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -89,5 +100,5 @@ def test_weight_gradients(out, accumulate, dynamic, capfd, tmp_path):
 def test_host_and_device_agree():
     from cute_kernels.hopper import nvfp4_quantize_kernel as kernel
 
-    assert (nvfp4_quantize.WARPS, nvfp4_quantize.COLUMNS) == (kernel.AMAX_WARPS, kernel.COLUMNS)
+    assert nvfp4_quantize.COLUMNS == kernel.COLUMNS
     assert (nvfp4_quantize.RESTORED_COLUMNS, nvfp4_quantize.BLOCK) == (kernel.RESTORED_COLUMNS, kernel.BLOCK)
