@@ -9,28 +9,31 @@ Layouts and formulas: `nvfp4_reference`. K is a multiple of 16, rows of x any mu
 as zeros.
 
 Roles: warps that have nothing in common, persistent, one CTA an SM: each takes a piece of 16 rows x 128 columns (256 to
-restore) after another. What is to be quantised is on its way to shared memory (`quantize_pieces`) two pieces ahead,
+restore) after another. What is to be quantised is on its way to shared memory (`quantize_pieces`) five pieces ahead,
 what is to be restored to registers one ahead.
 Timeline of a piece: columns first, of which a thread has 4 in all 16 rows: a block is one thread's, and so is its
 rotation. BF16 values are stored from registers, codes once they are side by side in shared memory. Then rows, of which
 a thread has four whole blocks: q·S takes the place of x and leaves by one TMA store, which knows where the group ends;
-the place is asked for again a piece later. Random bytes are drawn before scales are formed, else registers are short.
+the place is asked for again a piece later.
 
 Numerics: maxima are exact; see `nvfp4_scales` for the rest. What is near FP32's limits, or its scale near E4M3's, takes
 a longer way, `nvfp4_packed.Unusual`: the short one is exact but there. A warp chooses twice a piece.
 Largest magnitudes of groups meet by atomic maxima of bits, once for each group that a warp has pieces of.
 
-Measured on one H200 (2026-12-01, shares of what a copy of 1 GiB moves, variants in turn; dsv3, gptoss, qwen3 of
-docs/performance.md; rows and rotated columns, "drawn": stochastic):
-                                    stored            both, drawn       both              restored
-    this kernel                     0.86 0.76 0.80    0.88 0.76 0.80    0.88 0.80 0.84    0.86 0.79 0.85
-    24 warps (drawn 20), neighbours 0.80 0.72 0.79    0.84 0.72 0.81    0.87 0.76 0.85    0.86 0.79 0.85
-    20 warps, neighbours            0.79 0.72 0.79    0.84 0.72 0.81    0.87 0.76 0.85    0.83 0.76 0.82
-    16 warps, neighbours            0.79 0.72 0.79    0.84 0.73 0.81    0.86 0.76 0.85    0.86 0.79 0.85
-    `Unusual` for all, as the first 0.80 0.73 0.79    0.72 0.66 0.70    0.86 0.76 0.85    0.83 0.75 0.82
-16 warps keep three pieces on their way (drawn two). Largest magnitudes: 0.91 0.73 0.80; with pieces of all CTAs mixed
-0.83 0.41 0.47, as a warp then meets more groups. Restored with 20, 24, 16, 24 and 24 warps, of the last none ahead.
-Weights in square blocks: 24 warps and neighbours, not compared.
+Measured on one H200 (2026-12-01, shares of what a copy of 1 GiB moves, variants in turn with nothing of theirs in L2;
+dsv3, gptoss, qwen3 of docs/performance.md; rows and rotated columns, "drawn": stochastic):
+                                          stored            both, drawn       both
+    8 warps of 6 places                   0.89 0.87 0.92    0.91 0.85 0.90    0.93 0.87 0.92
+    12 warps of 4 places                  0.90 0.87 0.90    0.89 0.82 0.88    0.93 0.87 0.92
+    16 warps of 3 places                  0.89 0.85 0.87    0.89 0.81 0.87    0.93 0.84 0.91
+    the kernel before                     0.88 0.80 0.80    0.89 0.77 0.82    0.90 0.82 0.87
+    another run: this kernel, 8 warps     0.87 0.84 0.89    0.88 0.82 0.88    0.90 0.85 0.89
+    the kernel before                     0.86 0.77 0.78    0.87 0.74 0.80    0.88 0.81 0.85
+The kernel before: rows by 4 lanes, clamps, a group looked for with each piece, 20 warps (drawn 16) of 2 places.
+What the first pieces of all warps take, and the last, memory has nothing to do meanwhile: so few warps. BF16 widened by
+a product with the unit matrix, four values an instruction, saves a tenth of the instructions and nothing else.
+Restored with 24 warps: 0.87 0.81 0.86, with 20, 16, 12 and 8: 0.87 0.80 0.86, 0.84 0.78 0.83, 0.85 0.78 0.84, 0.85 0.80
+0.84. Largest magnitudes: 0.97 0.82 0.91. Weights in square blocks: 24 warps and neighbours, not compared.
 """
 
 import functools
@@ -210,7 +213,7 @@ class Amax:
 
 
 class QuantizeRows:
-    """Rows of groups. options: `nvfp4_quantize.QuantizeOptions`."""
+    """Rows of groups. options: `nvfp4_quantize_configs.QuantizeOptions`."""
 
     def __init__(self, options):
         self.square, self.rotates, self.stochastic = options.square, options.rotates, options.stochastic

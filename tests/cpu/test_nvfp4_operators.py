@@ -11,6 +11,8 @@ from torch import Tensor
 from cute_kernels import nvfp4_reference, ops
 from cute_kernels.activation import Activation
 from cute_kernels.fp8_reference import padded_group_offsets
+from cute_kernels.hopper import nvfp4_quantize as host
+from cute_kernels.hopper.nvfp4_quantize_configs import AMAX_WARPS, RESTORE_WARPS, warps_of
 from cute_kernels.nvfp4_reference import alpha_of
 from cute_kernels.quantization import formats
 from cute_kernels.quantization.groups import pad_groups
@@ -167,3 +169,29 @@ def test_products_leave_the_largest_magnitudes_of_what_they_store(splits: Splits
             assert (a is None) == (b is None)
             if a is not None and b is not None:
                 assert_bitwise_equal(a, b)
+
+
+def test_launches_have_a_piece_for_each_warp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many warps as the kernel in question has; nothing runs."""
+    launched: list[tuple] = []
+    monkeypatch.setattr(host, "multiprocessors", lambda kernel, device, sm_margin=0: 132 - sm_margin)
+    monkeypatch.setattr(host.launch, "current_stream", lambda device: 7)
+    monkeypatch.setattr(
+        host.launch, "kernel", lambda module, options, arch: lambda *given: launched.append((options, given[-2]))
+    )
+    x, places = torch.zeros(100 * 16, 128).bfloat16(), torch.tensor([0, 100 * 16], dtype=torch.int32)
+    amax, pieces = torch.ones(1), nvfp4_reference.stored_shapes(100 * 16, 1, 128)[0][0] // 16
+    host.nvfp4_amax(x, places, places, True)
+    assert launched.pop() == (host.AmaxOptions(True), -(-pieces // AMAX_WARPS))
+    for columnwise, stored in ((True, False), (False, True), (True, True)):
+        host.nvfp4_quantize(x, places, places, amax, amax, None, True, columnwise, stored)
+    assert len(launched) == 4 and len({options for options, _ in launched}) == 3
+    assert all(grid == -(-pieces // warps_of(options)) for options, grid in launched)
+    launched.clear()
+    host.nvfp4_quantize_weight([x])
+    host.nvfp4_quantize_weight([x], square=True)
+    assert [grid for _, grid in launched] == [-(-100 // warps) for warps in (24, 8, 24, 24)]
+    data, scale = nvfp4_reference.nvfp4_quantize(x, places, places, None, amax, None, False, False, True)[2:]
+    host.nvfp4_dequantize(data, scale, places)
+    host.nvfp4_quantize(x, places, places, amax, None, columnwise=False, sm_margin=130)
+    assert [grid for _, grid in launched[-2:]] == [-(-pieces // RESTORE_WARPS), 2]
