@@ -1,9 +1,9 @@
 """NVFP4 of words of two BF16 values on SM90 in few instructions, for groups whose largest magnitude is `usual`.
 
-Bit for bit what `nvfp4_scales` gives (tests/cpu/test_nvfp4_packed.py), of blocks that `fit`: those whose elements no
-clamp is needed for, none of them NaN. Nobody's model has other blocks, nor groups that are not usual, where factors or
-sums of a rotation leave FP32's normal numbers; but a result shall not depend on the kernel that makes it: those take
-`Unusual`, which is `nvfp4_scales` in the same form.
+Bit for bit what `nvfp4_scales` gives (tests/cpu/test_nvfp4_packed.py), of blocks that fit: whose elements no clamp is
+needed for, none of them NaN. Others are those that a scale of 2^-6 or less has, and those larger than their group is
+said to be. They take `Unusual`, which is `nvfp4_scales` in the same form; so do groups that are not usual, where
+factors or sums of a rotation leave FP32's normal numbers.
 
 To nearest: m + C · e - C · e, where C · e has steps of 0.5, 1 or 2 for last places, is rounded to a step, ties to even.
 e = m² + 12.5 passes 16 at m = 1.87 and 32 at m = 4.42, between elements that both steps have, and at ties it ends in
