@@ -51,14 +51,17 @@ def planned_steps(
 
 
 def foreseen(fuser: OperationFuser, made: Plan, recipe: Recipe | None) -> list[str]:
-    """What calls by this plan of the run will raise, whatever input they are given: when, and with which text."""
+    """What calls by this plan of the run will raise, whatever input they are given: when, and with which text.
+
+    Margins are looked at where no registered fusion takes ops of the run: what is left then may be other steps.
+    """
     found = []
     for op, owner in fuser.named:
         try:
             op.check_parameters(op.hold(owner), owner)
         except (RuntimeError, TypeError, ValueError) as error:
             found.append(f"any call: {error}")
-    if recipe is None or not fuser.sharing.sm_margin:
+    if recipe is None or not fuser.sharing.sm_margin or fusions.registered(fuser.basic_ops, recipe) is not None:
         return found
     for step in _by_rules(made, fuser.ops, fuser.names, "allow", recipe):
         weights = [part.first_weight for part in step.op.fusible_parts()]
@@ -67,7 +70,7 @@ def foreseen(fuser: OperationFuser, made: Plan, recipe: Recipe | None) -> list[s
                 step.op.check_margin(recipe, fuser.sharing.sm_margin)
             except ValueError as error:
                 found.append(f"a call that records gradients: {error}")
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _runs(fuser: OperationFuser, taken: set[int]) -> Iterator[tuple[int, list[FusibleOperation], list[str]]]:

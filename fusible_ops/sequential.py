@@ -288,8 +288,8 @@ class Sequential(nn.Module):
         or None for the device of the parameters. dtype: as under `torch.autocast` in it; None: as the weights are.
         recipe: as under `autocast(recipe=recipe)`; None: as it is now. "auto" is shown as for very many rows, with the
         row count from which on it chooses so.
-        Fusions that were registered for all runs stand first: of their ops the rules get nothing, whatever follows. So
-        does what calls will raise whatever input they are given (weights of one op in formats unlike each other, say).
+        Fusions that were registered for all runs stand first: of their ops the rules get nothing, whatever follows.
+        Then comes what calls will raise whatever input they are given (weights of one op in formats unlike each other).
         Returns text, or with as_data=True a list of dicts, one for each run of ops or plain module.
         """
         machine = self._target(target)

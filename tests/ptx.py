@@ -110,6 +110,7 @@ OPERATIONS: dict[str, Combine] = {
     "mad.lo.u32": lambda a, b, c: a * b + c & WORD,
     "abs.f32": lambda a: a & 0x7FFFFFFF,
     "neg.f32": lambda a: a ^ 0x80000000,
+    "max.f32": lambda a, b: bits32(torch.fmax(fp32(a), fp32(b))),
     "add.rn.f32": _in_fp64(torch.add),
     "mul.rn.f32": _in_fp64(torch.mul),
     "fma.rn.f32": _in_fp64(lambda a, b, c: a * b + c),

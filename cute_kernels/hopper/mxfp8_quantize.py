@@ -145,10 +145,10 @@ def mxfp8_quantize_weight(
     weights: Sequence[Tensor], columnwise: bool = True, square: bool = False, sm_margin: int = 0
 ) -> Mxfp8Weights:
     """`mxfp8_reference.mxfp8_quantize_weight`."""
-    first, stacked = weights[0], weights[0].dim() == 3
-    shape = first.shape if stacked else (len(weights), *first.shape)
     options = QuantizeOptions(True, columnwise and not square, False, square)
     grid = _weight_grid(tuple(map(facts, weights)), sm_margin)
+    first, stacked = weights[0], weights[0].dim() == 3
+    shape = first.shape if stacked else (len(weights), *first.shape)
     rows = torch.empty(shape, dtype=first.dtype, device=first.device)
     columns = torch.empty_like(rows) if options.columnwise else None
     kernel = launch.kernel(MODULE, options, ARCH)

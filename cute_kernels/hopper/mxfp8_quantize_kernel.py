@@ -334,5 +334,5 @@ _BUILDERS = {"QuantizeOptions": build_rows, "RestoreOptions": build_restore}
 
 
 def build(options):
-    """(jit function, fake arguments) of the kernel that `options`, one of `mxfp8_quantize`'s classes, belongs to."""
+    """(jit function, fake arguments) of the kernel that `options` belongs to."""
     return _BUILDERS[type(options).__name__](options)

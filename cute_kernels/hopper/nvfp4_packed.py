@@ -5,11 +5,11 @@ needed for, none of them NaN. Others are those that a scale of 2^-6 or less has,
 said to be. They take `Unusual`, which is `nvfp4_scales` in the same form; so do groups that are not usual, where
 factors or sums of a rotation leave FP32's normal numbers.
 
-To nearest: m + C · e - C · e, where C · e has steps of 0.5, 1 or 2 for last places, is rounded to a step, ties to even.
-e = m² + 12.5 passes 16 at m = 1.87 and 32 at m = 4.42, between elements that both steps have, and at ties it ends in
-zeros, as an FP32 number. So there is no comparison, and nothing but what FP32's pipe does. Factors that encode are 2^-6
-times what they are, those that decode 2^6 times: of q · 2^-6 in E4M3 the code is bits 2 to 4. Four columns of a row are
-a word of such bytes, in the order 0, 2, 1, 3; signs in bit 5. A product with 2^14 + 2^2 puts four codes side by side.
+To nearest: with e = max(m, 1.5) · 2^22, m - e is rounded to a step, ties to even, since e is a multiple of two of them
+at ties. (m² + 12.5 times a constant in its place spares the comparison, and is wrong for six FP32 numbers.) Factors
+that encode are 2^-6 times what they are, those that decode 2^6 times: of q · 2^-6 in E4M3 the code is bits 2 to 4. Four
+columns of a row are a word of such bytes, in the order 0, 2, 1, 3; signs in bit 5. A product with 2^14 + 2^2 puts four
+codes side by side.
 
 Stochastically: 2^-14 and 2^14. E2M1 then ends where FP16 does: a code, of 0 and 0.5 too, is what lies above bit 8 of an
 FP16 value. m is cut to FP16, whose bits below the code are 1/512 step each, and a random byte is added to them as an
@@ -17,7 +17,7 @@ integer.
 """
 
 from cutlass import Boolean, Float32, Uint32
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op, select_
 
 from cute_kernels.hopper import nvfp4_scales
 from cute_kernels.hopper.asm import asm
@@ -67,7 +67,7 @@ def _magnitude(target: str, word: str, upper: bool, factor: str, step: str) -> s
     return f"\n    {text} {step.format(t=target)}"
 
 
-_STEP = "fma.rn.f32 e, m, m, 0f3B480000; fma.rn.f32 {t}, e, 0f4C000000, m; fma.rn.f32 {t}, e, 0fCC000000, {t};"
+_STEP = "max.f32 e, m, 0f3CC00000; fma.rn.f32 {t}, e, 0fCA800000, m; fma.rn.f32 {t}, e, 0f4A800000, {t};"
 _PAIR = [("$1", False, "$2"), ("$1", True, "$3")]
 _FOUR = [("$1", False, "$3"), ("$1", True, "$4"), ("$2", False, "$5"), ("$2", True, "$6")]
 VALUES = f"""{_REGISTERS}{"".join(_magnitude(f"t{i}", *one, _STEP) for i, one in enumerate(_PAIR))}
@@ -116,7 +116,7 @@ class Usual:
     of `nvfp4_scales.tensor_factors`. turned: of what `rotated` gives.
     values: q·S. encode: a pair of factors; decode: of both, or with the one of both in its half 0 or 1. drawn: None, or
     two random bytes, in bits 0 and 16.
-    codes: of the four columns of two words, in the upper half of one.
+    codes: of the four columns of two words, in the upper half of one. scales: bytes of these columns.
     rotated: `nvfp4_scales.rotated`, but four times that: the largest magnitudes and factors are of such values.
     """
 
@@ -134,7 +134,7 @@ class Usual:
         return asked(DRAWN_VALUES, [asked(DRAWN_HALVES, [word], encode, [drawn]), word, decode])
 
     @staticmethod
-    def codes(words, encodes, drawn, signed):
+    def codes(words, encodes, drawn, scales):
         if drawn[0] is None:
             return asked(CODES, words, [one for both in encodes for one in both])
         halves = [
@@ -150,7 +150,7 @@ class Usual:
 
 
 class Unusual:
-    """The same, of any values. signed: 8 in the bytes of columns 0, 2, 1 and 3 whose codes have signs."""
+    """The same, of any values. codes: scales are bytes of E4M3, of which NaN's column has codes without signs."""
 
     @staticmethod
     def scales(largest, encode, inverse, turned: bool, drawn: bool):
@@ -163,7 +163,11 @@ class Unusual:
         return values(word, encode, decode, *_random(drawn), half=half)
 
     @staticmethod
-    def codes(words, encodes, drawn, signed):
+    def codes(words, encodes, drawn, scales):
+        signed = Uint32(0)
+        for i, place in enumerate((0, 2, 1, 3)):
+            is_nan = scales & Uint32(0xFF << 8 * i) == Uint32(0x7F << 8 * i)
+            signed = signed | Uint32(select_(is_nan, Uint32(0), Uint32(8 << 8 * place)))
         parts = [codes(*both, *_random(byte)) for *both, byte in zip(words, encodes, drawn, strict=True)]
         signs = (permuted(*words, 0xFBD9) & signed) * Uint32(0x10010)
         return permuted(*parts, 0x4000) & Uint32(0x77770000) | signs

@@ -153,6 +153,8 @@ def _plan(
     for name, t in (("amax", amax), ("column_amax", column_amax)):
         if t is not None:
             check_shape(kernel.name, name, t, (groups,), x, (torch.float32,))
+            if not t.is_contiguous():
+                raise ValueError(f"{kernel.name}: {name} needs to be contiguous")
     if state is not None:
         check_shape(kernel.name, "state", state, (2,), x, (torch.int64,))
     lines = stored_shapes(rows, groups, width)[0][0]
@@ -195,11 +197,11 @@ def nvfp4_quantize_weight(
     weights: Sequence[Tensor], columnwise: bool = True, square: bool = False, sm_margin: int = 0
 ) -> Nvfp4Weights:
     """`nvfp4_reference.nvfp4_quantize_weight`."""
-    first, stacked = weights[0], weights[0].dim() == 3
-    shape = first.shape if stacked else (len(weights), *first.shape)
     options = QuantizeOptions(True, columnwise and not square, False, square=square)
     each = tuple(map(facts, weights))
     amax_grid, grid = (_weight_grid(each, warps, sm_margin) for warps in (AMAX_WARPS, warps_of(options)))
+    first, stacked = weights[0], weights[0].dim() == 3
+    shape = first.shape if stacked else (len(weights), *first.shape)
     device, (groups, height, _) = first.device, shape
     rows = torch.empty(shape, dtype=first.dtype, device=device)
     columns = torch.empty_like(rows) if options.columnwise else None

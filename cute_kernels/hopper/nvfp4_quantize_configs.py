@@ -30,5 +30,5 @@ def warps_of(options: QuantizeOptions) -> int:
 
 
 def ahead_of(options: QuantizeOptions) -> int:
-    """Pieces of a warp that are asked for: as many as there is room for."""
+    """Pieces of a warp that are asked for: with rows, which leave from there, there is room for one more."""
     return 2 if options.square else 5

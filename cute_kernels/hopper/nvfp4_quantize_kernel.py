@@ -9,8 +9,8 @@ Layouts and formulas: `nvfp4_reference`. K is a multiple of 16, rows of x any mu
 as zeros.
 
 Roles: warps that have nothing in common, persistent, one CTA an SM: each takes a piece of 16 rows x 128 columns (256 to
-restore) after another. What is to be quantised is on its way to shared memory (`quantize_pieces`) five pieces ahead,
-what is to be restored to registers one ahead.
+restore) after another. What is to be quantised is on its way to shared memory (`quantize_pieces`) five pieces ahead
+(square blocks two, for maxima one), what is to be restored to registers one ahead.
 Timeline of a piece: columns first, of which a thread has 4 in all 16 rows: a block is one thread's, and so is its
 rotation. BF16 values are stored from registers, codes once they are side by side in shared memory. Then rows, of which
 a thread has four whole blocks: q·S takes the place of x and leaves by one TMA store, which knows where the group ends;
@@ -428,11 +428,7 @@ class QuantizeRows:
 
     def stage_codes(self, numbers, kept, rows, encodes, packed, drawn, quad: int):
         """Codes of four rows to the warp's memory: two words a lane, two rows of four columns a word."""
-        signed = Uint32(0)
-        for i, place in enumerate((0, 2, 1, 3)):  # NaN's code is 7
-            is_nan = packed & Uint32(0xFF << 8 * i) == Uint32(0x7F << 8 * i)
-            signed = signed | chosen(is_nan, Uint32(0), Uint32(8 << 8 * place))
-        found = [numbers.codes(row, encodes, each, signed) for row, each in zip(rows, drawn, strict=True)]
+        found = [numbers.codes(row, encodes, each, packed) for row, each in zip(rows, drawn, strict=True)]
         pairs = [halves_of(*found[i : i + 2], True) for i in (0, 2)]
         store_shared(kept + 8 * cute.arch.lane_idx(), quad // 4 * QUAD_BYTES, pairs)
 
@@ -590,5 +586,5 @@ _BUILDERS = {"AmaxOptions": build_amax, "QuantizeOptions": build_rows, "RestoreO
 
 
 def build(options):
-    """(jit function, fake arguments) of the kernel that `options`, one of `nvfp4_quantize`'s classes, belongs to."""
+    """(jit function, fake arguments) of the kernel that `options` belongs to."""
     return _BUILDERS[type(options).__name__](options)

@@ -58,6 +58,8 @@ def check_plain_weights(kernel: Kernel, weights: tuple[TensorFacts, ...]) -> tup
     """(rows of what one launch takes, columns). Raises ValueError unless they are one contiguous [G, N, K] or G
     contiguous [N, K], at multiples of 16 bytes, of sizes and of a dtype that the kernel takes.
     """
+    if not weights or not all(w.shape[0] for w in weights):
+        raise ValueError(f"{kernel.name}: weights are none, needs one [G, N, K] with G >= 1 or G tensors [N, K]")
     first = weights[0]
     if len(first.shape) != (3 if len(weights) == 1 and len(first.shape) == 3 else 2):
         found = [list(w.shape) for w in weights[:2]]

@@ -8,8 +8,8 @@ matrix's, arrive as zeros), notes where it lies, and asks for another once a pla
 nothing that two warps share.
 
 A warp's next piece is often of another group. So each lane knows one of 32 groups that follow each other, and the warp
-asks global memory again where these end, not for each piece; that and the four divisions of NVFP4's factors took a
-fifth of the instructions and 2 us of a piece's time.
+asks global memory again where these end, not for each piece: that and four divisions for NVFP4's factors were a fifth
+of the instructions of a piece.
 """
 
 from typing import Any, NamedTuple
@@ -118,10 +118,6 @@ class Words:
     def __init__(self, place, rows: int):
         self.place, self.rows = place, rows
 
-    def after(self, zero):
-        """The same, not read before `zero` is known: else what is formed of them for two copies stays in registers."""
-        return Words(self.place + Int32(zero), self.rows)
-
     def __getitem__(self, row):
         if isinstance(row, slice):
             return [self[r] for r in range(*row.indices(self.rows))]
@@ -213,6 +209,7 @@ class Pieces:
         row, left = part_of(groups, knows, top, self.rows)
         if const_expr(self.factors):  # noqa: SIM102 (traced, then run)
             if groups.first != before.first:
+                cute.arch.sync_warp()  # what was there is noted
                 mine = cutlass.min(groups.first + cute.arch.lane_idx(), padded.shape[0] - 2)
                 store_shared(self.known(memory, slot) + cute.arch.lane_idx() * 16, 0, factors_of(mine))
                 cute.arch.sync_warp()
@@ -261,10 +258,6 @@ class Pieces:
         """A piece once it is there: (where it lies, its group, the address of its values)."""
         cute.arch.mbarrier_wait(memory.filled.data_ptr() + slot, phase)
         cute.arch.sync_warp()
-        return self.facts(memory, slot)
-
-    def facts(self, memory, slot):
-        """The same of a piece that is there."""
         row, facts, top, column = (Int32(word) for word in load_shared(self.note(memory, slot), 0, 4))
         place = memory.x.data_ptr().toint() + slot * (2 * SPAN * self.rows)
         return Piece(row, facts & 63, top, column), facts >> 6, Int32(place)

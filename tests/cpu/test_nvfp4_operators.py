@@ -11,6 +11,7 @@ from torch import Tensor
 from cute_kernels import nvfp4_reference, ops
 from cute_kernels.activation import Activation
 from cute_kernels.fp8_reference import padded_group_offsets
+from cute_kernels.hopper import mxfp8_quantize as mxfp8_host
 from cute_kernels.hopper import nvfp4_quantize as host
 from cute_kernels.hopper.nvfp4_quantize_configs import AMAX_WARPS, RESTORE_WARPS, warps_of
 from cute_kernels.nvfp4_reference import alpha_of
@@ -195,3 +196,14 @@ def test_launches_have_a_piece_for_each_warp(monkeypatch: pytest.MonkeyPatch) ->
     host.nvfp4_dequantize(data, scale, places)
     host.nvfp4_quantize(x, places, places, amax, None, columnwise=False, sm_margin=130)
     assert [grid for _, grid in launched[-2:]] == [-(-pieces // RESTORE_WARPS), 2]
+
+
+def test_the_host_names_what_it_cannot_take() -> None:
+    """No weights at all; largest magnitudes that lie apart."""
+    for none in ([], [torch.empty(0, 32, 32, dtype=torch.bfloat16)]):
+        for quantise in (host.nvfp4_quantize_weight, mxfp8_host.mxfp8_quantize_weight):
+            with pytest.raises(ValueError, match="weights are none"):
+                quantise(none)
+    x, places = torch.zeros(32, 32).bfloat16(), torch.tensor([0, 16, 32], dtype=torch.int32)
+    with pytest.raises(ValueError, match="column_amax needs to be contiguous"):
+        host.nvfp4_quantize(x, places, places, torch.ones(2), torch.ones(2, 2)[:, 0])

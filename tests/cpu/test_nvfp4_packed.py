@@ -122,6 +122,23 @@ def test_nearest(factor: float) -> None:
         checked(fitting(x, factor), factor)
 
 
+def test_nearest_of_any_product() -> None:
+    """FP32 numbers beside each element and each place between two of them, some of all others; as products with 1."""
+    special = torch.tensor([i / 8 for i in range(1, 56)] + [1.8708284, 4.4158800])
+    near = bits32(special)[:, None] + torch.arange(-4096, 4097)
+    m = torch.cat([fp32(near.flatten()), torch.rand(2**20, generator=torch.Generator().manual_seed(0)) * 6.99])
+    one = word_of(torch.ones_like(m).bfloat16(), torch.ones_like(m).bfloat16())
+    factors = bits32(m / packed.ENCODES[False])
+    decode = word_of(*[torch.full_like(m, packed.ENCODES[False])] * 2)
+    want = casts.cast_e2m1(m)
+    got = run(packed.VALUES, **{"$1": one, "$2": factors, "$3": factors, "$4": decode})["$0"]
+    nibbles = run(packed.CODES, **{"$1": one, "$2": one}, **{f"${i}": factors for i in range(3, 7)})["$0"]
+    for i in range(2):
+        assert torch.equal(half(got, i, torch.bfloat16).float(), casts.decode_e2m1(want))
+    for i in range(4):
+        assert torch.equal(nibbles >> 16 + 4 * i & 15, want.long())
+
+
 @pytest.mark.parametrize("factor", FACTORS[2:])
 def test_stochastic(factor: float) -> None:
     """All random bytes, of values beside each place where a sum with one of them reaches the next code."""

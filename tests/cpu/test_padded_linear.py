@@ -313,6 +313,8 @@ def test_a_margin(functions: str) -> None:
         assert not Operation.made
         told = model.explain("sm_100a", recipe=recipe)
         assert told.startswith(f"raises in a call that records gradients: {raised.value}\n")
+        both = ops.Sequential(model[0], linear(TAIL.groups, 96, 64), sm_margin=16).explain("sm_100a", recipe=recipe)
+        assert both.count("raises in") == 1, "once for all ops"
         assert "raises" not in model.explain("sm_100a") + model.explain("sm_90a", recipe=recipe)
         model.requires_grad_(False)
         assert "raises" not in model.explain("sm_100a", recipe=recipe)
