@@ -152,13 +152,6 @@ def codes(word, encode, random=None, shifts=(0, 0), *, loc=None, ip=None):
 
 
 @dsl_user_op
-def picked(first, second, selector, *, loc=None, ip=None):
-    """Four bytes chosen from two words, by the digits of a third."""
-    operands = [Uint32(word).ir_value(loc=loc, ip=ip) for word in (first, second, selector)]
-    return Uint32(_asm(T.i32(), operands, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", loc, ip))
-
-
-@dsl_user_op
 def values_of(word, scales, *, loc=None, ip=None):
     """q·S of the eight codes of a word, as four words of two BF16 values. scales: four words of both S in BF16."""
     operands = [Uint32(x).ir_value(loc=loc, ip=ip) for x in (word, *scales)]
