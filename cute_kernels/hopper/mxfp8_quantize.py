@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import launch
-from cute_kernels.catalog import (
-    SM90_MXFP8_DEQUANTIZE,
-    SM90_MXFP8_QUANTIZE,
-    SM90_MXFP8_QUANTIZE_WEIGHT,
-    Kernel,
-)
+from cute_kernels.catalog import SM90_MXFP8_DEQUANTIZE, SM90_MXFP8_QUANTIZE, SM90_MXFP8_QUANTIZE_WEIGHT
 from cute_kernels.facts import VECTOR_BYTES, TensorFacts, facts
 from cute_kernels.hopper.mxfp8_quantize_configs import RESTORE_WARPS, RESTORED_ROWS, WARPS, QuantizeOptions
 from cute_kernels.hopper.operands import (
@@ -30,8 +25,8 @@ from cute_kernels.hopper.operands import (
     check_offsets,
     check_plain_weights,
     check_shape,
+    grid_of,
     is_readable,
-    multiprocessors,
     readable,
 )
 from cute_kernels.limits import dtype_name
@@ -67,7 +62,6 @@ def mxfp8_quantize(
     sm_margin: int = 0,
 ) -> Mxfp8Copies:
     """`mxfp8_reference.mxfp8_quantize`."""
-    options = QuantizeOptions(rowwise, columnwise, stored)
     plan = _plan(facts(x), facts(offsets), facts(padded), sm_margin)
     if not (rowwise or columnwise or stored):
         raise ValueError(f"{SM90_MXFP8_QUANTIZE.name}: needs one of rowwise, columnwise and stored")
@@ -79,7 +73,7 @@ def mxfp8_quantize(
         data = torch.empty(shapes[0], dtype=torch.float8_e4m3fn, device=device)
         scale = torch.empty(shapes[1], dtype=torch.float8_e8m0fnu, device=device)
     if rows:
-        kernel = launch.kernel(MODULE, options, ARCH)
+        kernel = launch.kernel(MODULE, QuantizeOptions(rowwise, columnwise, stored), ARCH)
         copies = (along, down, data, None if scale is None else scale.view(torch.uint8))
         x = x if plan.readable else readable(x)
         kernel(x, offsets, padded, copies, plan.grid, launch.current_stream(device))
@@ -96,12 +90,7 @@ def _plan(x: TensorFacts, offsets: TensorFacts, padded: TensorFacts, sm_margin: 
     groups = check_offsets(kernel.name, offsets, x)
     check_shape(kernel.name, "padded", padded, (groups + 1,), x, (torch.int32,))
     pieces = stored_shapes(rows, groups, width)[0][0] // BLOCK * -(-width // SPAN)
-    return Plan(groups, _grid(kernel, x, pieces, WARPS, sm_margin), is_readable(x))
-
-
-def _grid(kernel: Kernel, x: TensorFacts, pieces: int, warps: int, sm_margin: int) -> int:
-    """CTAs of so many warps: at least a piece for each warp."""
-    return min(multiprocessors(kernel, x.device, sm_margin), -(-pieces // warps))
+    return Plan(groups, grid_of(kernel, x.device, pieces, WARPS, sm_margin), is_readable(x))
 
 
 def mxfp8_dequantize(
@@ -138,7 +127,7 @@ def _restore_grid(
         if not t.is_contiguous() or not t.aligned:
             raise ValueError(f"{kernel.name}: {name} needs to be contiguous from a multiple of {VECTOR_BYTES} bytes on")
     pieces = data.shape[0] // RESTORED_ROWS * -(-width // RESTORED_SPAN)
-    return _grid(kernel, data, pieces, RESTORE_WARPS, sm_margin)
+    return grid_of(kernel, data.device, pieces, RESTORE_WARPS, sm_margin)
 
 
 def mxfp8_quantize_weight(
@@ -165,4 +154,4 @@ def mxfp8_quantize_weight(
 def _weight_grid(weights: tuple[TensorFacts, ...], sm_margin: int) -> int:
     kernel = SM90_MXFP8_QUANTIZE_WEIGHT
     rows, columns = check_plain_weights(kernel, weights)
-    return _grid(kernel, weights[0], rows // BLOCK * -(-columns // SPAN), WARPS, sm_margin)
+    return grid_of(kernel, weights[0].device, rows // BLOCK * -(-columns // SPAN), WARPS, sm_margin)

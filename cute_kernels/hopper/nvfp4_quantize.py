@@ -31,8 +31,8 @@ from cute_kernels.hopper.operands import (
     check_offsets,
     check_plain_weights,
     check_shape,
+    grid_of,
     is_readable,
-    multiprocessors,
     readable,
 )
 from cute_kernels.limits import dtype_name
@@ -42,6 +42,7 @@ MODULE = "cute_kernels.hopper.nvfp4_quantize_kernel"
 ARCH = SM90_NVFP4_QUANTIZE.arch
 COLUMNS = 4  # of a thread, as `quantize_pieces` has them
 RESTORED_COLUMNS = 8
+ROWS_WARPS = warps_of(QuantizeOptions(True, True, True))  # of every kind but square blocks
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,7 @@ def nvfp4_quantize(
 ) -> Nvfp4Copies:
     """`nvfp4_reference.nvfp4_quantize`."""
     given = (facts_or_none(t) for t in (amax, column_amax, state))
-    warps = warps_of(QuantizeOptions(rowwise, columnwise, stored))
-    plan = _plan(SM90_NVFP4_QUANTIZE, facts(x), facts(offsets), facts(padded), *given, warps, sm_margin)
+    plan = _plan(SM90_NVFP4_QUANTIZE, facts(x), facts(offsets), facts(padded), *given, ROWS_WARPS, sm_margin)
     down = columnwise or stored
     if not (rowwise or down):
         raise ValueError(f"{SM90_NVFP4_QUANTIZE.name}: needs one of rowwise, columnwise and stored")
@@ -164,7 +164,7 @@ def _plan(
 def _grid(kernel: Kernel, x: TensorFacts, lines: int, width: int, columns: int, warps: int, sm_margin: int) -> int:
     """CTAs of so many warps for that many rows, whose threads take so many columns: at least a piece for each warp."""
     pieces = lines // BLOCK * -(-width // (32 * columns))
-    return min(multiprocessors(kernel, x.device, sm_margin), -(-pieces // warps))
+    return grid_of(kernel, x.device, pieces, warps, sm_margin)
 
 
 def nvfp4_dequantize(data: Tensor, scale: Tensor, padded: Tensor, sm_margin: int = 0) -> Tensor:

@@ -21,8 +21,6 @@ from cute_kernels.quantization.random_bits import MULTIPLIERS, ROUNDS, WEYL
 
 QUARTER = 0.25
 """What makes the rotation orthogonal."""
-STEPS = 1, 2, 4, 8
-"""Distances of the values that the rotation adds and subtracts."""
 _FLOAT_MAX = "0f7F7FFFFF"
 _REGISTERS = """
     .reg .b16 low, high; .reg .b32 x, m, e, byte, signs, t<2>;"""
@@ -106,7 +104,7 @@ def _pair(word, encode, random, shifts, step: str, rest: str, more, loc, ip):
     operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in encode]
     operands += [Uint32(x).ir_value(loc=loc, ip=ip) for x in (*more, *(random or ()))]
     place = 22 if random is None else 14
-    slope, start = (fp32(base + offset) for base, offset in zip((2**place, 1.5 * 2**place), _OFFSETS, strict=True))
+    slope, start = (_hex(base + offset) for base, offset in zip((2**place, 1.5 * 2**place), _OFFSETS, strict=True))
     magic = _MAGIC.format(slope=slope, start=start)
     text = f"{{ {_REGISTERS}"
     for i in range(2):
@@ -120,8 +118,7 @@ def _pair(word, encode, random, shifts, step: str, rest: str, more, loc, ip):
     return Uint32(_asm(T.i32(), operands, f"{text} {rest} }}", constraints, loc, ip))
 
 
-def fp32(value: float) -> str:
-    """An FP32 constant in PTX."""
+def _hex(value: float) -> str:
     return "0f" + struct.pack(">f", value).hex()
 
 
@@ -193,10 +190,10 @@ def rounded_pair(first, second, *, loc=None, ip=None):
     return Uint32(_asm(T.i32(), operands, "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", loc, ip))
 
 
-def butterfly(column, steps=STEPS):
-    """16 FP32 values of a column, rotated but for the factor of a quarter; or only so far as some steps of it."""
+def butterfly(column):
+    """16 FP32 values of a column, rotated but for the factor of a quarter."""
     column = [value if sign > 0 else -value for value, sign in zip(column, SIGNS, strict=True)]
-    for distance in steps:
+    for distance in (1, 2, 4, 8):
         result = list(column)
         for i in range(16):
             if not i & distance:

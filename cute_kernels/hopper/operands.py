@@ -87,6 +87,11 @@ def check_counter(name: str, counter: TensorFacts | None, like: TensorFacts) -> 
     return counter is not None
 
 
+def grid_of(kernel: Kernel, device: torch.device, pieces: int, warps: int, sm_margin: int) -> int:
+    """CTAs of so many warps, one an SM that the margin leaves; no more than have a piece for each warp."""
+    return min(multiprocessors(kernel, device, sm_margin), -(-pieces // warps))
+
+
 def multiprocessors(kernel: Kernel, device: torch.device, sm_margin: int = 0, cluster: int = 1) -> int:
     """SMs of the device that the margin leaves, in whole clusters.
 

@@ -19,6 +19,7 @@ from cute_kernels.quantization.quantize import Quantized, parts_of
 from fusible_ops.sharing import BOUNDED, COUNTED
 from tests.cases import SPLITS, Splits
 from tests.compare import assert_bitwise_equal
+from tests.launches import recorded_launches
 
 T, K, N, WIDTH = 24, 160, 192, 96
 OFFSETS, PADDED = padded_group_offsets(torch.tensor([9, 0, 11]), T, 32)
@@ -154,12 +155,7 @@ def test_every_tile_of_the_gradient_fits(gated: bool) -> None:
 
 def test_launches_have_a_piece_for_each_warp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many warps as the kernel in question has; nothing runs."""
-    launched: list[tuple] = []
-    monkeypatch.setattr(host, "multiprocessors", lambda kernel, device, sm_margin=0: 132 - sm_margin)
-    monkeypatch.setattr(host.launch, "current_stream", lambda device: 7)
-    monkeypatch.setattr(
-        host.launch, "kernel", lambda module, options, arch: lambda *given: launched.append((options, given[-2]))
-    )
+    launched = recorded_launches(monkeypatch, host)
     x, places = torch.zeros(96 * 32, 128).bfloat16(), torch.tensor([0, 96 * 32], dtype=torch.int32)
     pieces = mxfp8_reference.stored_shapes(96 * 32, 1, 128)[0][0] // 32
     kinds = [kind for kind in itertools.product((False, True), repeat=3) if any(kind)]

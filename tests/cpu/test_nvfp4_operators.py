@@ -23,6 +23,7 @@ from cute_kernels.quantization.random_bits import random_state
 from fusible_ops.sharing import BOUNDED, COUNTED, WGRADS
 from tests.cases import SPLITS, Splits
 from tests.compare import assert_bitwise_equal
+from tests.launches import recorded_launches
 
 T, K, N, WIDTH = 24, 160, 192, 96
 OFFSETS, PADDED = padded_group_offsets(torch.tensor([9, 0, 11]), T)
@@ -174,12 +175,7 @@ def test_products_leave_the_largest_magnitudes_of_what_they_store(splits: Splits
 
 def test_launches_have_a_piece_for_each_warp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many warps as the kernel in question has; nothing runs."""
-    launched: list[tuple] = []
-    monkeypatch.setattr(host, "multiprocessors", lambda kernel, device, sm_margin=0: 132 - sm_margin)
-    monkeypatch.setattr(host.launch, "current_stream", lambda device: 7)
-    monkeypatch.setattr(
-        host.launch, "kernel", lambda module, options, arch: lambda *given: launched.append((options, given[-2]))
-    )
+    launched = recorded_launches(monkeypatch, host)
     x, places = torch.zeros(100 * 16, 128).bfloat16(), torch.tensor([0, 100 * 16], dtype=torch.int32)
     amax, pieces = torch.ones(1), nvfp4_reference.stored_shapes(100 * 16, 1, 128)[0][0] // 16
     host.nvfp4_amax(x, places, places, True)
